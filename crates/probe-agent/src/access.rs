@@ -81,7 +81,7 @@ impl Entry {
         self.sent += bytes;
     }
 
-    /// Records that everything has been handed over.
+    /// Records that the whole response has been handed to hyper.
     pub(crate) fn complete(&mut self) {
         self.complete = true;
     }

@@ -17,7 +17,7 @@ use crate::orca::{LOAD_METRICS, LOAD_METRICS_BIN};
 const ASKS: HeaderName = HeaderName::from_static("endpoint-load-metrics-format");
 const AS_TEXT: HeaderValue = HeaderValue::from_static("text");
 
-/// Setting that asks the backend for reports. Holds the metric that is its utilisation.
+/// Setting that asks the backend for reports. Holds the metric that counts as the backend's utilisation.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct FromBackend(pub Metric);
 
@@ -46,7 +46,7 @@ impl FromBackend {
         }
     }
 
-    /// Records a report that counts for the time `fresh`, or counts it as dropped.
+    /// Records a report that is valid for the time `fresh`. A report that cannot be read is only counted.
     pub(crate) fn record(&self, read: Result<BackendReport, BackendError>, load: &Load, fresh: Duration) {
         let result = match read {
             Err(BackendError::TooLong) => BackendSaid::TooLong,

@@ -1,7 +1,7 @@
 //! Reads the load that a gRPC backend reports out of band: the agent keeps one stream of
 //! `xds.service.orca.v3.OpenRcaService` open.
 //!
-//! The stream takes one stream of the connections that requests use. It does not count as a request in flight. A stream that
+//! The stream shares the HTTP/2 connections of requests. It does not count as a request in flight. A stream that
 //! stalls, floods or ends is opened again after a pause. Requests never wait for it.
 
 use std::fmt;
@@ -33,7 +33,7 @@ pub(crate) struct BackendStream {
     pub(crate) from: FromBackend,
     /// Interval to ask for.
     pub(crate) interval: Duration,
-    /// Patience until the backend's own interval is known.
+    /// Time to wait for a report until the backend's own interval is known.
     pub(crate) silence: Duration,
 }
 
@@ -143,8 +143,8 @@ impl BackendStream {
         }
     }
 
-    /// Returns for how long a report counts, and how long the next one may take to arrive, after two reports with this gap
-    /// between them. Servers may send less often than they are asked to.
+    /// Returns how long a report is valid, which is also how long to wait for the next one. `gap` is the time between
+    /// the last two reports, because servers may send less often than they are asked to.
     fn patience(&self, gap: Option<Duration>) -> Duration {
         let most = self.silence.max(self.interval * MISSED);
         match gap {
@@ -154,8 +154,8 @@ impl BackendStream {
     }
 }
 
-/// Returns until when to wait before the next look at the connection. Ends the stream if the backend is `leaving`, because it
-/// may wait for its streams to end, and as `late` says if the deadline has passed.
+/// Returns the time of the next look at the connection. Fails if the stream must end: if the backend is `leaving`,
+/// because it may wait for its streams to end, or with `late` if the deadline has passed.
 fn next_look(
     deadline: Instant,
     leaving: bool,
@@ -209,7 +209,7 @@ fn next_pause(last: Duration, lasted: Duration, end: BackendStreamEnd) -> Durati
 #[derive(Default)]
 struct Messages(BytesMut);
 
-/// Why a stream cannot be read any further, and the fault of its report, if it is one.
+/// Reason why a stream cannot be read any further, and the fault of the report if a report is the cause.
 struct Broken(&'static str, Option<BackendError>);
 
 impl Messages {
@@ -262,7 +262,7 @@ impl Rate {
 const UNIMPLEMENTED: &str = "12";
 /// Number of intervals after which a stream counts as stalled.
 const MISSED: u32 = 3;
-/// Shortest time after which a stream counts as stalled. Reports on responses count for as long.
+/// Shortest time after which a stream counts as stalled. Reports on responses are valid for the same time.
 const MIN_PATIENCE: Duration = Duration::from_secs(10);
 /// Interval of the checks whether the backend is closing the connection.
 const LOOK: Duration = Duration::from_secs(1);

@@ -154,7 +154,7 @@ impl<B: Body<Data = Bytes>> Body for TrackedBody<B> {
         if frame.is_trailers() || this.inner.is_end_stream() {
             end(this.guard, *this.verdict);
         } else if let Some(guard) = this.guard {
-            // The replica waits for the client until it asks for more.
+            // Until hyper asks for the next frame, the replica waits for the client.
             *this.client_waits = true;
             guard.set_client_waits(true);
         }
@@ -191,7 +191,7 @@ fn kind(headers: &HeaderMap) -> Kind {
     let Some(content_type) = headers.get(header::CONTENT_TYPE) else { return Kind::Plain };
     let content_type = content_type.as_bytes();
     if content_type.starts_with(b"application/grpc-web-text") {
-        // The messages are in base64, so they are not counted, and the call is an ordinary one.
+        // The messages are in base64, so they are not counted. The call counts as an ordinary request.
         Kind::Plain
     } else if content_type.starts_with(b"application/grpc") {
         Kind::Grpc

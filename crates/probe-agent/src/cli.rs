@@ -35,7 +35,7 @@ pub struct Cli {
     upstream: Upstream,
 
     /// Serve one more replica in this process: `listen=ADDR,upstream=ADDR`, optionally with `,advertise=IP:PORT` and
-    /// `,probe-listen=IP:PORT`. It counts, reports and answers probes separately, and has the other settings of the first
+    /// `,probe-listen=IP:PORT`. It counts, reports and answers probes separately. All other settings are those of the first
     /// replica. Repeat the flag for more replicas; in the environment, separate them with `;`
     #[arg(long, value_name = "REPLICA", env = "PROBE_AGENT_REPLICA", value_delimiter = ';')]
     replica: Vec<Another>,
@@ -62,13 +62,13 @@ pub struct Cli {
     #[arg(long, value_enum, default_value = "always", env = "PROBE_AGENT_REPORT")]
     report: Report,
 
-    /// Remember this many query hints (`x-prequal-hint`, about 50 bytes each), 0 (off) to 1000000; probes for queries that were
-    /// served here recently get a tenth of the load (see --hint-divisor)
+    /// Remember this many query hints (`x-prequal-hint`, about 50 bytes each), 0 (off) to 1000000. The reply to a probe for a
+    /// query that was served here recently reports a tenth of the load (see --hint-divisor)
     #[arg(long, value_name = "N", default_value_t = 0, env = "PROBE_AGENT_HINT_CACHE",
           value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     hint_cache: u32,
 
-    /// Divide the load reported to those probes by this number, 1 to 1000
+    /// Divide the load in the reply to such a probe by this number, 1 to 1000
     #[arg(long, value_name = "N", default_value_t = 10, env = "PROBE_AGENT_HINT_DIVISOR", requires = "hint_cache",
           value_parser = clap::value_parser!(u32).range(1..=1000))]
     hint_divisor: u32,
@@ -102,8 +102,8 @@ pub struct Cli {
           value_parser = clap::value_parser!(u32).range(0..=100_000))]
     orca_streams: u32,
 
-    /// Number of requests that the backend is meant to serve at once, 1 to 1000000; ORCA utilisation is relative to it while the
-    /// knee is unknown or may be higher; default: relative to the knee so far
+    /// Number of requests that the backend is meant to serve at once, 1 to 1000000. While the knee is unknown or may be higher,
+    /// ORCA utilisation is relative to this number; default: relative to the knee so far
     #[arg(long, value_name = "N", env = "PROBE_AGENT_ORCA_LIMIT", value_parser = requests)]
     orca_limit: Option<NonZeroU32>,
 
@@ -175,7 +175,7 @@ pub struct Cli {
     #[arg(long, value_enum, default_value = "text", env = "PROBE_AGENT_LOG_FORMAT")]
     log_format: LogFormat,
 
-    /// Write a line in that format to standard output for each request on the service port, without the query of its path
+    /// Write a line in the format of --log-format to standard output for each request on the service port, without the query of its path
     #[arg(long, env = "PROBE_AGENT_ACCESS_LOG")]
     access_log: bool,
 
@@ -281,7 +281,7 @@ pub struct Cli {
           value_parser = clap::value_parser!(u64).range(0..=600_000))]
     drain_delay_ms: u64,
 
-    /// On SIGTERM, allow idle HTTP/1.1 connections one more request for this long, then close them, 0 to 600000
+    /// On SIGTERM, keep idle HTTP/1.1 connections open for one more request for this long, 0 to 600000, then close them
     #[arg(long, value_name = "MS", default_value_t = 5_000, env = "PROBE_AGENT_DRAIN_IDLE_MS",
           value_parser = clap::value_parser!(u64).range(0..=600_000))]
     drain_idle_ms: u64,
@@ -425,8 +425,8 @@ mod tests {
         }
     }
 
-    /// Parses the lowest and highest value from `1 to 1000` or `0 (off) to 1000` in a flag's help, which is its line in the
-    /// reference.
+    /// Parses the lowest and highest value from a flag's help, such as `1 to 1000` or `0 (off) to 1000`. The reference
+    /// shows the same text.
     fn range(help: &str) -> Option<(u64, u64)> {
         let mut places = help.match_indices(" to ").map(|(at, to)| (&help[..at], &help[at + to.len()..]));
         let (before, after) = places.find(|(before, _)| before.ends_with(is_bound))?;

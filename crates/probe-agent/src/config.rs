@@ -1,5 +1,5 @@
-//! The agent's settings and their checks. This module does not read the command line or the environment: `cli.rs` does, and takes
-//! the names of choices from here.
+//! The agent's settings and their checks. This module does not read the command line or the environment: `cli.rs` does,
+//! and takes the names of the choices from the enums here.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -40,11 +40,12 @@ pub struct AgentConfig {
     pub hints: Option<Hook>,
     /// Whether requests keep `x-prequal-hint` on their way to the backend. Default off.
     pub forward_hint: bool,
-    /// Utilisation on responses, regardless of `report`. `None`: not reported.
+    /// Utilisation header on responses, regardless of `report`. `None`: no header.
     pub utilization: Option<Utilization>,
-    /// Load in ORCA format, regardless of `report`. Default: not reported.
+    /// Load reports in ORCA format, regardless of `report`. Default: no reports.
     pub orca: Orca,
-    /// Asks the backend for its load in ORCA format, and reports its utilisation instead of the agent's own. Default: off.
+    /// Set if the agent asks the backend for its load in ORCA format, and reports the backend's utilisation instead of
+    /// its own. Default: off.
     pub orca_from_backend: Option<FromBackend>,
     /// Interval of the reports that a gRPC backend is asked to send as a stream, at least 100 ms. Needs `orca_from_backend`.
     /// `None`: no stream.
@@ -57,8 +58,8 @@ pub struct AgentConfig {
     pub tls_clients: Option<TlsClients>,
     /// TLS towards the backend.
     pub upstream_tls: Option<UpstreamTls>,
-    /// Whether the network may move the service and upstream sockets to other paths (PLB), as far as the host allows. The log
-    /// names what it does not allow. Default off.
+    /// Whether the network may move the service and upstream sockets to other paths (PLB, Protective Load Balancing),
+    /// as far as the host allows. The log names what the host does not allow. Default off.
     pub plb: bool,
     /// Log of failures. Default [`Log::default`]: writes nothing.
     pub log: Log,
@@ -152,8 +153,8 @@ const MAX_SERVICE: usize = 120;
 /// HTTP version towards the backend.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, clap::ValueEnum)]
 pub enum UpstreamHttp2 {
-    /// Use the version of the request, but HTTP/1.1 if the backend answers in anything other than HTTP/2 (checked once a minute).
-    /// gRPC always uses HTTP/2.
+    /// Use the version of the request. If the backend answers in anything other than HTTP/2, use HTTP/1.1, and check
+    /// again once a minute. gRPC always uses HTTP/2.
     #[default]
     Auto,
     /// Always use HTTP/1.1.
@@ -196,16 +197,16 @@ pub struct UpstreamTls {
 pub struct Limits {
     /// Maximum number of connections on the service port. Others wait in the system's backlog. Default: no limit.
     pub max_connections: Option<NonZeroU32>,
-    /// Time from the first byte of a request head to its end, after which the connection is closed. Also limits the message that
-    /// opens a stream of load reports. Default 10 s.
+    /// Time from the first byte of a request head to its end, after which the connection is closed. The request message
+    /// of an ORCA stream has the same limit. Default 10 s.
     pub header_timeout: Duration,
-    /// Approximate time after which a connection with nothing in flight is closed. Default 1 h, like Envoy's upstream side, so
-    /// that the client closes first.
+    /// Approximate time after which a connection with nothing in flight is closed. Default 1 h, like the idle timeout
+    /// of Envoy's upstream connections, so that the client closes first.
     pub idle_timeout: Duration,
     /// Time after which a connection on which nothing was ever sent is closed. Default 60 s.
     pub silent_timeout: Duration,
-    /// Time without movement after which a request is cut: on its bodies, up or down, or on the tunnel that it has become. The
-    /// wait for a response head does not count. Default: no limit.
+    /// Time without any data on a request's bodies, or on the tunnel that the request became, after which the request
+    /// is cut. The wait for a response head does not count. Default: no limit.
     pub body_idle_timeout: Option<Duration>,
     /// Age at which gRPC calls, event streams and tunnels are cut. Default: no limit.
     pub max_stream_age: Option<Duration>,
@@ -223,8 +224,8 @@ pub struct Limits {
     pub ready_timeout: Duration,
     /// Time for the backend to send its response head, after which the answer is 504. Default: no limit.
     pub response_timeout: Option<Duration>,
-    /// Idle time after which a connection to the backend is not used again. Default 4 s: below the 5 s after which common servers
-    /// close it, which would cost a request.
+    /// Idle time after which a connection to the backend is not used again. Default 4 s. Common servers close idle
+    /// connections after 5 s, and a request sent at that moment could be lost.
     pub upstream_idle_timeout: Duration,
     /// Maximum number of idle connections to the backend that are kept. Default 1024.
     pub max_upstream_idle: usize,
@@ -242,14 +243,14 @@ pub struct Limits {
     pub upstream_ping_interval: Option<Duration>,
     /// Time after SIGTERM during which `/healthz` and `/readyz` fail but new connections are still accepted. Default 0.
     pub drain_delay: Duration,
-    /// Time during which an HTTP/1.1 connection without a request may bring one more before it is closed. Starts at the end of
-    /// `drain_delay`. Default 5 s: longer than clients take to learn that a replica is leaving.
+    /// Time for which an idle HTTP/1.1 connection stays open for one more request. Starts at the end of `drain_delay`.
+    /// Default 5 s: longer than clients take to learn that a replica is leaving.
     pub drain_idle: Duration,
     /// Time for requests in flight to finish, after which the rest are cut. Starts, like `drain_idle`, at the end of
     /// `drain_delay`. Default 30 s.
     pub drain_timeout: Duration,
-    /// Time without a report after which a stream of the backend's load reports is opened again, until its own interval is
-    /// known. Default 90 s: three times the interval of gRPC's servers.
+    /// Time without a report after which the agent reopens its stream of the backend's load reports. Applies until the
+    /// interval between the reports is known. Default 90 s: three times the interval of gRPC's servers.
     pub backend_stream_silence: Duration,
     /// Interval between two checks of the certificate and key files for changes. New content is used once the files have not
     /// changed for one interval. Default 1 s.

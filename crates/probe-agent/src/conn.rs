@@ -1,8 +1,8 @@
-//! One accepted connection, below HTTP: which version it speaks, whether a request head comes in too slowly, and whether that
-//! head carries both framings.
+//! One accepted connection, below HTTP. This module detects the HTTP version, a request head that arrives too slowly,
+//! and a head with both `Content-Length` and `Transfer-Encoding`.
 //!
-//! hyper's own header timeout also runs while a kept-alive connection is idle, and its parser silently resolves `Content-Length`
-//! beside `Transfer-Encoding`. This module decides both instead, from the bytes as they pass.
+//! hyper does not suffice for the last two. Its header timeout also runs while a kept-alive connection is idle, and its
+//! parser silently resolves `Content-Length` beside `Transfer-Encoding`. This module reads the bytes as they pass.
 
 use std::io;
 use std::pin::Pin;
@@ -85,11 +85,11 @@ const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// State shared by the byte stream of a connection and its requests.
 pub(crate) struct Watch {
     http2: bool,
-    /// Whether heads are watched: HTTP/1, not upgraded.
+    /// Whether request heads are watched: over HTTP/1, until an upgrade.
     heads: AtomicBool,
     in_flight: AtomicU32,
     served: AtomicU64,
-    /// Number of writes that the client's side took.
+    /// Number of writes to the client that have completed.
     wrote: AtomicU64,
     /// Whether a head took too long.
     slow: AtomicBool,
@@ -159,7 +159,7 @@ impl Watch {
         *self.leash.lock().unwrap_or_else(PoisonError::into_inner) = Some(leash);
     }
 
-    /// Returns the leash of the last request, and a number that changes when the client takes something.
+    /// Returns the leash of the last request, and a number that changes when the client accepts data.
     pub(crate) fn leash(&self) -> (Option<Arc<Leash>>, u64) {
         let leash = self.leash.lock().unwrap_or_else(PoisonError::into_inner).clone();
         (leash, self.wrote.load(Ordering::Relaxed))
@@ -172,7 +172,7 @@ impl Watch {
         wrote
     }
 
-    /// Records that the connection stops being HTTP.
+    /// Records that the connection is no longer HTTP.
     pub(crate) fn upgraded(&self) {
         self.heads.store(false, Ordering::Relaxed);
     }
@@ -192,10 +192,10 @@ impl Watch {
     }
 }
 
-/// A request that began, and whether its head is acceptable; if not, why.
+/// A request that began, and whether its head is acceptable, or the reason why it is not.
 pub(crate) type Begun = (Busy, Result<(), &'static str>);
 
-/// Keeps a request of this connection in flight until it is dropped.
+/// Keeps a request of this connection in flight until this value is dropped.
 pub(crate) struct Busy {
     watch: Arc<Watch>,
     /// Line of the request in the access log.
@@ -237,8 +237,8 @@ fn check_framing(head: &[u8]) -> Result<(), &'static str> {
         }
         chunked |= name.eq_ignore_ascii_case(b"transfer-encoding");
     }
-    // The head of a chunked request that was pipelined behind another request's body was not captured. No common client sends
-    // one.
+    // If a chunked request was pipelined behind another request's body, its head was not captured, and it is refused.
+    // No common client sends such requests.
     if chunked { Ok(()) } else { Err("chunked request pipelined") }
 }
 
@@ -320,8 +320,8 @@ impl AsyncWrite for ServerIo {
         Pin::new(&mut self.stream).poll_flush(cx)
     }
 
-    /// Reads on for a while if the client is still sending, or has not sent its whole request. Closing at once would cause a reset,
-    /// and the client would lose the answer (RFC 9112 §9.6).
+    /// Reads on for a while if the client is still sending, or has not sent its whole request. Closing at once would
+    /// cause a reset, and the client would lose the answer (RFC 9112 §9.6).
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = &mut *self;
         if this.linger.is_none() {

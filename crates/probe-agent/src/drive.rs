@@ -1,4 +1,4 @@
-//! hyper's side of a client's connection: its settings, and when the connection is asked to end.
+//! Runs a client's connection in hyper: hyper's settings, and when the connection is asked to end.
 
 use std::error::Error as _;
 use std::future::Future;
@@ -17,9 +17,9 @@ use crate::traffic::{Event, Traffic};
 
 /// Runs a connection to its end. Asks it to end when the agent drains, or when nothing has happened for a long time.
 ///
-/// HTTP/2 can be asked at once: after GOAWAY, the streams that the client was just opening are still served. HTTP/1.1 has no such
-/// message, and a request may be on its way when the connection is closed. Until the agent closes those connections too, they end
-/// with a response that says so.
+/// HTTP/2 can be asked at once: after GOAWAY, the streams that the client was just opening are still served. HTTP/1.1
+/// has no such message, and a request may be on its way when the connection is closed. So until `Phase::Closing`,
+/// HTTP/1.1 connections end with a response that says `Connection: close`.
 pub(crate) async fn drive<C>(
     mut served: Pin<&mut C>,
     graceful: impl Fn(Pin<&mut C>),
@@ -54,8 +54,8 @@ pub(crate) async fn drive<C>(
                 }
                 () = &mut asked => break,
                 _ = look.tick() => {
-                    // With no request between two checks and none in flight, the connection has been idle for between half the
-                    // limit and all of it.
+                    // If no request began between two checks and none is in flight, the connection has been idle for at
+                    // least half the limit, and at most all of it.
                     let now = watch.activity();
                     if now != last || now.1 {
                         (last, since) = (now, Instant::now());
@@ -134,7 +134,7 @@ pub(crate) fn http2_builder(limits: &Limits, tasks: Tasks) -> http2::Builder<Tas
 
 /// Smallest read buffer that hyper accepts, bytes.
 pub(crate) const MIN_BUFFER: usize = 8192;
-/// hyper's own limit, which costs nothing to keep.
+/// hyper's default limit. Only another limit makes hyper slower.
 const HYPER_MAX_HEADERS: usize = 100;
 /// HTTP/2 flow-control window of a stream: maximum buffered for a backend that reads slowly, bytes.
 const WINDOW: u32 = 256 * 1024;

@@ -1,5 +1,5 @@
-//! Joins the metrics pages of several replicas into one, with a label that distinguishes them. The text format requires all
-//! samples of a metric to be together.
+//! Joins the metrics pages of several replicas into one page. A label distinguishes the replicas. The text format
+//! requires all samples of a metric to be together.
 
 /// Joins `pages`, each with the value of its label `replica`. A single page stays unchanged.
 pub(crate) fn join(pages: Vec<(String, String)>) -> String {
@@ -31,7 +31,7 @@ pub(crate) fn join(pages: Vec<(String, String)>) -> String {
     families.into_iter().map(|(_, text)| text).collect()
 }
 
-/// Returns whether only the first line of the family has been written.
+/// Returns whether only the HELP line of the family has been written.
 fn only_help(families: &[(String, String)], name: &str) -> bool {
     families.iter().any(|(known, text)| known == name && text.lines().count() == 1)
 }

@@ -33,7 +33,8 @@ pub(crate) fn check_request<B>(req: &Request<B>) -> Result<(), &'static str> {
     match (hosts.next(), hosts.next()) {
         (_, Some(_)) => Err("more than one host header"),
         (None, _) if req.version() == Version::HTTP_11 => Err("no host header"),
-        // RFC 9113 §8.3.1. A check of one of the two must not be bypassed through the other.
+        // Host and `:authority` must agree (RFC 9113 §8.3.1). Otherwise, a check of one could be bypassed through the
+        // other.
         (Some(host), _)
             if authority.is_some_and(|authority| {
                 !host.as_bytes().eq_ignore_ascii_case(authority.as_str().as_bytes())
@@ -45,9 +46,9 @@ pub(crate) fn check_request<B>(req: &Request<B>) -> Result<(), &'static str> {
     }
 }
 
-/// Converts an HTTP/2 request to switch to `protocol` (RFC 8441) into one for HTTP/1.1.
+/// Converts an HTTP/2 request for a tunnel with `protocol` (RFC 8441) into an HTTP/1.1 upgrade.
 pub(crate) fn upgrade_of_tunnel<B>(req: &mut Request<B>, protocol: &Protocol) -> Option<HeaderValue> {
-    // Another protocol might be a version of HTTP, and so a tunnel past every check here.
+    // Another protocol might be a version of HTTP, whose requests would bypass every check here.
     if !protocol.as_str().eq_ignore_ascii_case("websocket") {
         return None;
     }
@@ -90,8 +91,8 @@ pub(crate) fn is_grpc(headers: &HeaderMap) -> bool {
 
 const GRPC: &[u8] = b"application/grpc";
 
-/// Removes the headers that RFC 9110 §7.6.1 limits to one hop, and every `x-prequal-*`, so that neither side can speak for the
-/// agent.
+/// Removes the headers that RFC 9110 §7.6.1 limits to one hop, and every `x-prequal-*`, so that neither side can forge
+/// the headers of the agent.
 pub(crate) fn strip(headers: &mut HeaderMap, request: bool) {
     // One pass over the names finds what to remove; most messages then need no removal.
     let mut found = Found::default();

@@ -20,7 +20,8 @@ pub trait HintHook: Send + Sync {
     /// Returns the divisor of the load in the reply to the probe. 1 (or 0) leaves the load as it is.
     fn divisor(&self, hint: Hint<'_>) -> u32;
 
-    /// Called when a request with this hint is being answered, with a status below 400 and no gRPC failure in its head.
+    /// Called when the response to a request with this hint begins, if its status is below 400 and its head carries no
+    /// gRPC failure.
     fn served(&self, hint: Hint<'_>) {
         let _ = hint;
     }

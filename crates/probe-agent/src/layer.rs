@@ -191,7 +191,7 @@ fn finish<B: Body<Data = Bytes>>(
 ) -> Response<PrequalBody<B>> {
     let (mut head, body) = response.into_parts();
     if head.status == StatusCode::SWITCHING_PROTOCOLS {
-        // The layer does not see the upgraded connection, so the request ends here and is not a sample.
+        // The layer does not see the upgraded connection, so the request ends here and gives no latency sample.
         guard.mark_streaming();
     }
     let body = TrackedBody::new(body, guard, head.status, &head.headers);

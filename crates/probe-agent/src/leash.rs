@@ -1,7 +1,7 @@
 //! Cuts requests that might never end: those with a body on which nothing moves, and streams that are too old.
 //!
-//! Off by default, and then requests have no leash. The wait for a response head does not count: no body moves in that time, and
-//! `response_timeout` limits it.
+//! Cutting is off by default. A leash is the state of a request that may be cut; by default, requests have none. The
+//! wait for a response head does not count: no body moves in that time, and `response_timeout` limits it.
 
 use std::cell::Cell;
 use std::future::Future;
@@ -93,7 +93,8 @@ impl Open {
         self.0.moved.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Returns whether the request was cut. A later cut wakes `cx`, because a different task polls the upload.
+    /// Returns whether the request was cut. A later cut wakes the task of `cx`, which polls the upload and is not the
+    /// task that cuts.
     pub(crate) fn is_cut(&self, cx: &mut Context<'_>) -> bool {
         let mut waker = self.0.upload();
         if !waker.as_ref().is_some_and(|waker| waker.will_wake(cx.waker())) {
@@ -109,7 +110,7 @@ impl Drop for Open {
     }
 }
 
-/// Watches one request.
+/// Checks one request against the rules.
 pub(crate) struct Patrol {
     leash: Arc<Leash>,
     rules: Rules,
@@ -126,7 +127,8 @@ impl Patrol {
         Arc::ptr_eq(&self.leash, leash)
     }
 
-    /// Cuts the request if it is over a limit, and returns the reason. `elsewhere` counts the movement below its bodies.
+    /// Cuts the request if it is over a limit, and returns the reason. `elsewhere` counts what moved on the connection
+    /// itself.
     pub(crate) fn look(&mut self, elsewhere: u64) -> Option<Event> {
         let now = Instant::now();
         let moved = self.leash.moved.load(Ordering::Relaxed).wrapping_add(elsewhere);
@@ -174,8 +176,8 @@ thread_local! {
     static BEGUN: Cell<Option<Arc<Leash>>> = const { Cell::new(None) };
 }
 
-/// Starts hyper's tasks: over HTTP/2, each request has one. hyper does not poll a stream whose client takes nothing, so only
-/// ending its task ends such a stream.
+/// Starts hyper's tasks. Over HTTP/2, each request has its own. While a client reads nothing from a stream, hyper does
+/// not poll that stream, so the only way to end it is to end its task.
 #[derive(Clone)]
 pub(crate) struct Tasks(pub(crate) Option<(Rules, Arc<Traffic>)>);
 

@@ -1,5 +1,5 @@
-//! Writes lines from a separate thread, so that a slow reader does not hold up requests. The caller decides which lines are
-//! written, and what a lost line means.
+//! Writes lines from a separate thread, so that a slow reader does not hold up requests. The caller decides which lines
+//! to write, and what to do about a lost line.
 
 use std::io::{self, Write};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};

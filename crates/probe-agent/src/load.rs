@@ -1,5 +1,5 @@
-//! State of the agent's replica: load, failures and age behind a lock, the counters for `/metrics`, and the guard that lowers RIF
-//! exactly once.
+//! State of one replica: its load, failures and age behind a lock, and the counters for `/metrics`. A guard for each
+//! request lowers RIF exactly once.
 //!
 //! This module does not decide what counts as a success: the caller does, see [`crate::body`].
 
@@ -97,8 +97,8 @@ impl Load {
         self.replica().tracker.capacity(now)
     }
 
-    /// Returns the decayed share of requests that failed through the replica's fault, per mille, 0 to 1000. While the backend
-    /// cannot serve, the share is 1000.
+    /// Returns the share of requests that failed through the replica's fault, per mille, 0 to 1000. The older a
+    /// request, the less it counts. While the backend cannot serve, the share is 1000.
     pub fn failing(&self) -> u16 {
         let now = self.now();
         if self.is_ready() { self.replica().failing(now) } else { MAX_FAILING }
@@ -126,7 +126,7 @@ impl Load {
         self.change(|backend| if backend == Backend::Ready { Backend::Refuses } else { backend });
     }
 
-    /// Marks the backend as up. If it was down, its age starts now: a replica that came back is as cold as a new one.
+    /// Marks the backend as up. If it was down, its age starts now: a replica that came back counts as a new one.
     pub fn mark_up(&self) {
         // An accepted connection does not refute a failed check.
         if *self.0.backend.borrow() != Backend::Unready {
@@ -196,7 +196,8 @@ impl Load {
         (LoadReport { failing: if self.is_ready() { report.failing } else { MAX_FAILING }, ..report }, orca)
     }
 
-    /// Records the load that the backend reported, for ORCA reports to pass on. The report counts for the time `fresh`.
+    /// Records the load that the backend reported, so that ORCA reports can pass it on. The report is valid for the
+    /// time `fresh`.
     #[cfg(feature = "proxy")]
     pub(crate) fn backend_reports(&self, report: BackendReport, fresh: Duration) {
         let now = self.now();
@@ -295,7 +296,7 @@ impl InFlight {
         Client { load: self.load.clone(), visit: self.visit() }
     }
 
-    /// Records whether the response waits for its client to take more.
+    /// Records whether the response waits for its client to read more.
     pub(crate) fn set_client_waits(&self, waits: bool) {
         if let Some(visit) = self.visit() {
             self.load.client_waits(visit, waits);
@@ -474,7 +475,7 @@ impl Counters {
         self.certificate_expiry.store(seconds.unwrap_or(0), Ordering::Relaxed);
     }
 
-    /// Returns when the first certificate in the chain that the agent listens with expires, seconds since 1970.
+    /// Returns the earliest expiry in the certificate chain that the agent listens with, seconds since 1970.
     pub fn certificate_expiry(&self) -> Option<u64> {
         Some(self.certificate_expiry.load(Ordering::Relaxed)).filter(|seconds| *seconds > 0)
     }
@@ -518,7 +519,7 @@ impl Counters {
         self.backend_reports[result as usize].load(Ordering::Relaxed)
     }
 
-    /// Returns the number of streams of load reports from the backend that ended like this.
+    /// Returns the number of streams of load reports from the backend that ended in this way.
     pub fn backend_streams(&self, end: BackendStreamEnd) -> u64 {
         self.backend_streams[end as usize].load(Ordering::Relaxed)
     }
@@ -589,9 +590,9 @@ pub enum BackendStreamEnd {
     Closed,
     /// No report came for too long.
     Stalled,
-    /// Far more came than was asked for.
+    /// The backend sent far more than the agent asked for.
     Flooded,
-    /// It is not a stream of gRPC messages of at most 4096 bytes.
+    /// The backend sent something other than gRPC messages of at most 4096 bytes.
     Malformed,
 }
 

@@ -1,4 +1,5 @@
-//! Replaces `plb.rs` in a build without the feature. It never prepares a socket, because `Agent::bind` refuses the setting.
+//! Replaces `plb.rs` in a build without the Cargo feature `plb`. No socket is ever prepared, because `Agent::bind`
+//! refuses the setting.
 
 use std::os::fd::AsFd;
 

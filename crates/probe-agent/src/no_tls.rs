@@ -1,5 +1,5 @@
-//! Replaces `tls.rs` in a build without the feature: the types have the same names but no values. Settings that ask for TLS are
-//! refused.
+//! Replaces `tls.rs` in a build without the Cargo feature `tls`. The types have the same names but no values. Settings
+//! that ask for TLS are refused.
 
 use std::future::Pending;
 use std::io;

@@ -1,5 +1,5 @@
-//! Decides which responses carry a load report in ORCA format, and in which header. [`prequal_core::wire::orca`] defines the contents
-//! of the report; `oob.rs` sends reports out of band.
+//! Decides which responses carry a load report in ORCA format, and in which header. [`prequal_core::wire::orca`]
+//! defines the contents of the report. `oob.rs` sends reports out of band.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
@@ -18,8 +18,8 @@ pub struct Orca {
     pub format: Option<OrcaFormat>,
     /// Responses that carry the report. Default all.
     pub class: OrcaClass,
-    /// Number of requests that the replica is meant to serve at once. `application_utilization` is relative to it while the knee
-    /// is unknown or may be higher. `None`: relative to the knee seen so far.
+    /// Number of requests that the replica is meant to serve at once. While the knee is unknown or may be higher,
+    /// `application_utilization` is relative to this number. `None`: relative to the knee seen so far.
     pub limit: Option<NonZeroU32>,
     /// Time constant of the decaying means of rates and utilisation, at least 100 ms. Default 5 s.
     pub window: Duration,
@@ -81,7 +81,8 @@ impl Orca {
     }
 }
 
-/// Puts `report` on a response, or in its trailers. Replaces the backend's own report there, because two reports would contradict each other.
+/// Puts `report` on a response, or in its trailers. Replaces the backend's own report there, because two reports would
+/// contradict each other.
 pub(crate) fn stamp(response: &mut HeaderMap, report: &OrcaReport, format: OrcaFormat) {
     response.remove(&LOAD_METRICS);
     response.remove(&LOAD_METRICS_BIN);
@@ -124,7 +125,8 @@ pub(crate) mod proto {
         pub(crate) application_utilization: f64,
     }
 
-    /// `xds.service.orca.v3.OrcaLoadReportRequest`. The agent has no request costs to choose from.
+    /// `xds.service.orca.v3.OrcaLoadReportRequest`. The names of request costs are left out: the agent reports no
+    /// costs.
     #[derive(Clone, PartialEq, Message)]
     pub(crate) struct OrcaLoadReportRequest {
         #[prost(message, optional, tag = "1")]

@@ -15,7 +15,7 @@ pub(crate) enum Phase {
     Cut,
 }
 
-/// Follows the phase. The agent ends its drain early once all followers are gone.
+/// Follows the agent's phase. The agent ends its drain early once all followers are gone.
 #[derive(Clone)]
 pub(crate) struct Life(watch::Receiver<Phase>);
 

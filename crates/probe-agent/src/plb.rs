@@ -1,4 +1,4 @@
-//! `--plb`: sockets that the network can move away from congested and broken paths.
+//! `--plb` (Protective Load Balancing): sockets that the network can move away from congested and broken paths.
 
 use std::collections::BTreeSet;
 use std::os::fd::AsFd;

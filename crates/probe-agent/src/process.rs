@@ -1,5 +1,5 @@
-//! Host resources that the agent's process uses, under the names that every Prometheus client uses. Read from `/proc` at each
-//! request; values that cannot be read there are left out.
+//! Host resources that the agent's process uses, under the names that every Prometheus client uses. The values are read
+//! from `/proc` for each page. Those that cannot be read are left out.
 
 use std::fmt::Write as _;
 use std::fs;

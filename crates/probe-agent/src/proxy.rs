@@ -91,8 +91,8 @@ pub(crate) struct Connection {
     pub(crate) life: Life,
 }
 
-/// Answers one request on the service port. The request has begun when this returns, not when the future first runs: hyper reads
-/// the connection in between, and must not find a head there that seems to be incomplete.
+/// Answers one request on the service port. The request has begun when this function returns, before the future first
+/// runs. In between, hyper reads the connection, and the parsed head must not look like an incomplete one.
 pub(crate) fn serve(
     conn: Arc<Connection>,
     req: Request<Incoming>,
@@ -176,8 +176,7 @@ async fn answer(
     Ok(forward(conn, req, leash, guard, busy).await)
 }
 
-/// Refuses a request beyond the limit. A replica that sheds requests does not fail them: they do not count as failures, and the
-/// replica stays in rotation.
+/// Refuses a request beyond the limit. Such requests do not count as failures, so the replica stays in rotation.
 fn shed(conn: &Connection, busy: Busy) -> Response<AgentBody> {
     conn.shared.traffic.count(Event::Shed);
     let reason = "probe-agent: too many requests in flight\n";
@@ -192,7 +191,7 @@ async fn read_rest(body: Incoming) -> bool {
     short && tokio::time::timeout(READ_REST_PATIENCE, body.collect()).await.is_ok_and(|read| read.is_ok())
 }
 
-/// Adds what every error of the agent carries.
+/// Adds the headers that every error response of the agent carries.
 fn finish(conn: &Connection, mut response: Response<AgentBody>) -> Response<AgentBody> {
     add_report(conn, response.headers_mut(), None);
     if conn.watch.is_unread() {
@@ -341,7 +340,8 @@ fn failed(conn: &Connection, error: &ForwardError, guard: InFlight, busy: Busy) 
     finish(conn, response)
 }
 
-/// Joins the two connections or streams. They count as one request until both directions are closed.
+/// Joins the client's connection or stream with the backend's. They count as one request until both directions are
+/// closed.
 fn switch(
     conn: Arc<Connection>,
     mut response: Response<UpstreamBody>,
@@ -472,7 +472,7 @@ pub(crate) enum AgentBody {
     },
     /// Streamed from the backend.
     Proxied {
-        /// Body that ends the request.
+        /// Body of the backend. The request ends with it.
         body: TrackedBody<UpstreamBody>,
         /// Set if the request may be cut.
         open: Option<Open>,
@@ -497,7 +497,7 @@ pub(crate) struct Trailers {
 }
 
 impl Trailers {
-    /// Reads the backend's load, and puts in the agent's report.
+    /// Reads the backend's report, then adds the agent's own.
     fn exchange(&self, trailers: &mut HeaderMap) {
         let Shared { reporter, from_backend, .. } = &*self.shared;
         if let Some(backend) = from_backend {

@@ -109,7 +109,7 @@ impl Checker {
             None => Box::new(socket),
             Some(tls) => Box::new(tls.connect(http2, socket).await?),
         };
-        // The connections end with their senders.
+        // A connection ends when its sender is dropped.
         if http2 {
             let (mut sender, conn) = http2::handshake(TokioExecutor::new(), TokioIo::new(io)).await?;
             tokio::spawn(conn);

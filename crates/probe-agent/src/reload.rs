@@ -1,9 +1,9 @@
 //! Reads files again when they change. The value made from the old files stays in use until a usable one can be made from the new
 //! files.
 //!
-//! A change is a different file behind the path (symbolic links are followed: Kubernetes swaps `..data`), a different size or a
-//! different time. It counts once nothing has changed for one interval, because a certificate and its key are two files. The
-//! caller decides what the files contain and where an attempt is reported.
+//! A change is a different file behind the path (symbolic links are followed: Kubernetes swaps `..data`), a different
+//! size or a different time. A certificate and its key are two files, so new files are used once nothing has changed
+//! for one interval. The caller decides what the files contain and where an attempt is reported.
 
 use std::fs;
 use std::io;
@@ -122,7 +122,7 @@ mod tests {
         (reloaded, results)
     }
 
-    /// Waits until the last attempt has this result. Others may have been made between two writes.
+    /// Waits until the last attempt has this result. Earlier attempts may have read the files between two writes.
     async fn eventually(results: &Mutex<Vec<Option<u32>>>, last: Option<u32>) {
         for _ in 0..1000 {
             if results.lock().unwrap().last() == Some(&last) {

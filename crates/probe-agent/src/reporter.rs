@@ -62,7 +62,7 @@ impl Reporter {
         divisor
     }
 
-    /// Puts the report, the utilisation and the ORCA report on a response, as far as they were asked for.
+    /// Puts the report, the utilisation and the ORCA report on a response, each if the settings ask for it.
     pub(crate) fn stamp(
         &self,
         response: &mut HeaderMap,
@@ -105,7 +105,7 @@ impl Reporter {
         self.orca.format_for(response).filter(|_| body::is_grpc(response))
     }
 
-    /// Puts the ORCA report in trailers. The request has ended.
+    /// Puts the ORCA report in trailers. By then, the request is no longer in flight.
     #[cfg(feature = "proxy")]
     pub(crate) fn stamp_trailers(&self, trailers: &mut HeaderMap, endpoint: Endpoint, format: OrcaFormat) {
         let (_, orca) = self.load.report_with_orca(endpoint, None, None, self.orca.limit());

@@ -50,7 +50,7 @@ pub enum AgentError {
     /// The address is taken, not local, or not permitted.
     #[error("cannot listen on {addr} ({port})")]
     Listen {
-        /// Name of the port, one of three.
+        /// Name of the port: `service`, `probe` or `admin`.
         port: &'static str,
         /// Address that was asked for.
         addr: Listen,
@@ -224,9 +224,9 @@ impl Agent {
         Door { port, traffic: traffic.clone(), log: log.clone(), room }
     }
 
-    /// Serves until `shutdown`, then drains: health checks fail. After `drain_delay` the agent accepts nothing new, and each
-    /// connection ends with its next response. After `drain_idle` connections without a request are closed, and after
-    /// `drain_timeout` everything that is left is cut.
+    /// Serves until `shutdown`, then drains. Health checks fail at once. After `drain_delay` the agent accepts nothing
+    /// new, and each connection ends with its next response. After `drain_idle` it closes connections without a
+    /// request. After `drain_timeout` it cuts everything that is left.
     ///
     /// Returns the number of requests, streams and tunnels that were cut: 0 if all ended by themselves.
     pub async fn run(self, shutdown: impl Future<Output = ()>) -> u32 {
@@ -376,7 +376,7 @@ impl ProbeConnection {
 }
 
 impl Ports {
-    /// Serves one connection. An error ends it, and the client has already seen that error.
+    /// Serves one connection. An error ends the connection; the client has already seen it.
     async fn serve(self: Arc<Self>, socket: Socket, admitted: Admitted, mut life: Life) {
         let Some(endpoint) = self.endpoint(&socket) else { return };
         let client = self.shared.access_log.as_ref().and_then(|_| socket.tcp()?.peer_addr().ok());
@@ -498,7 +498,7 @@ impl Ports {
             return self.advertise;
         }
         let local = socket.tcp()?.local_addr().ok()?;
-        // An IPv4 client of a dual-stack listener must see the IPv4 spelling.
+        // An IPv4 client of a dual-stack listener must get the IPv4 form of the address.
         Some(SocketAddr::new(local.ip().to_canonical(), self.service_port?).into())
     }
 }
@@ -516,7 +516,7 @@ async fn serve_admin(socket: Socket, _admitted: Admitted, page: Arc<Page>) {
         .await;
 }
 
-/// Time that is long enough for a connection to end once it has been asked to.
+/// Time for connections to end once they have been asked to.
 const CLOSES: Duration = Duration::from_millis(100);
-/// Idle time after which a scraper's connection is closed.
+/// Idle time after which a connection on the admin port is closed.
 const ADMIN_IDLE: Duration = Duration::from_secs(120);

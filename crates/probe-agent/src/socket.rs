@@ -34,8 +34,8 @@ impl Socket {
         }
     }
 
-    /// Waits for the first byte, and returns whether the other side closed instead of sending it. For a Unix socket this is not
-    /// known.
+    /// Waits for the first byte, and returns whether the other side closed instead of sending it. Always false for a
+    /// Unix socket, which is not checked.
     pub(crate) async fn is_abandoned(&self) -> bool {
         match self {
             Self::Tcp(tcp) => !matches!(tcp.peek(&mut [0]).await, Ok(1)),

@@ -1,5 +1,5 @@
-//! TLS on either side, for use outside a mesh: rustls with ring, and certificates from PEM files that are read again when they
-//! change.
+//! TLS towards clients and towards the backend, for use outside a mesh. Uses rustls with ring. Certificates come from
+//! PEM files, which are read again when they change.
 //!
 //! Open connections keep the certificates with which they began. The backend gets no client certificate.
 
@@ -32,7 +32,7 @@ pub(crate) type BackendStream = tokio_rustls::client::TlsStream<Socket>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TlsError {
-    /// The file is missing, unreadable or holds no PEM of that kind.
+    /// The file is missing or unreadable, or holds no PEM of that kind.
     #[error("{what} in {}", path.display())]
     Pem {
         /// Description of the missing content.

@@ -22,7 +22,7 @@ pub(crate) enum Event {
     Silent,
     /// A connection was closed because a head took too long.
     SlowHead,
-    /// A connection was closed because it had nothing in flight for long.
+    /// A connection was closed because it had nothing in flight for a long time.
     Idle,
     /// A connection was closed because the client violated the protocol.
     Protocol,

@@ -21,7 +21,7 @@ pub(crate) struct Upload {
     source: Option<Source>,
     waits: bool,
     lent: Option<Lent>,
-    /// Held as long as the body.
+    /// Permit of the HTTP/2 stream, held as long as the body.
     stream: Option<Arc<dyn Send + Sync>>,
 }
 
@@ -80,7 +80,8 @@ impl Upload {
         Source { again: VecDeque::new(), inner: None, open: None, watch: None }.into()
     }
 
-    /// Prepares a body that is given back whole when it is dropped, unless too much of it was read. It holds `stream` meanwhile.
+    /// Lends the body. When the lent body is dropped, the receiver gets all of it back, unless too much of it was read.
+    /// The lent body holds `stream`.
     pub(crate) fn lend(mut self, stream: Option<Arc<dyn Send + Sync>>) -> (Self, oneshot::Receiver<Source>) {
         let (back, returned) = oneshot::channel();
         self.lent = Some(Lent { read: VecDeque::new(), len: 0, back });
@@ -179,7 +180,8 @@ impl Body for Upload {
 }
 
 impl Drop for Upload {
-    /// Gives the body back: a backend may answer without having read everything.
+    /// Gives the body back. Also ends the wait for the client, because a backend may answer without having read
+    /// everything.
     fn drop(&mut self) {
         self.set_waits(false);
         if let (Some(Lent { mut read, back, .. }), Some(mut source)) = (self.lent.take(), self.source.take())

@@ -1,8 +1,8 @@
 //! Connections to the single backend: a pool of idle ones for HTTP/1.1, shared ones for HTTP/2.
 //!
-//! This is a separate pool instead of hyper-util's client: there is only one authority, so no key is hashed, and a connection
-//! returns to the pool with the last frame of the body, without its own task. A request is sent again if the backend certainly
-//! did not process it, or if the backend closed a reused HTTP/1.1 connection and the request is idempotent.
+//! hyper-util's client is not used. With a single authority, this pool hashes no key. A connection returns to the pool
+//! with the last frame of the body, without its own task. A request is sent again if the backend certainly did not
+//! process it, or if the backend closed a reused HTTP/1.1 connection and the request is idempotent.
 
 mod answer;
 mod error;
@@ -90,8 +90,8 @@ impl Pool {
         self.target.authority()
     }
 
-    /// Sends over HTTP/2 and returns with the head of the response. A request that the backend certainly did not process is sent
-    /// again.
+    /// Sends a request over HTTP/2 and waits for the head of the response. A request that the backend certainly did not
+    /// process is sent again.
     pub(crate) async fn send_http2(
         self: &Arc<Self>,
         req: Request<Upload>,
@@ -139,7 +139,8 @@ impl Pool {
             _ => Socket::connect(&self.target).await,
         }
         .inspect_err(|error| {
-            // No process listens. Other errors come from the network or the agent, and the backend may be as warm as before.
+            // No process listens. Other errors come from the network or the agent, and do not show that the backend has
+            // restarted.
             let kind = error.kind();
             if kind == io::ErrorKind::ConnectionRefused || unix && kind == io::ErrorKind::NotFound {
                 self.load.mark_down();
@@ -179,8 +180,9 @@ struct Retries {
 impl Retries {
     /// Counts a refusal. Returns the time of the first one if the request should be sent again.
     ///
-    /// Servers that send GOAWAY after a number of requests (nginx) refuse a request repeatedly if more are in flight than that.
-    /// Each of their connections accepts some requests, so such retries come to an end, and only their time is limited.
+    /// Some servers (nginx) send GOAWAY after a number of requests. If more requests are in flight than that, they
+    /// refuse some of them repeatedly. Each of their connections accepts some requests, so these retries come to an
+    /// end, and only their time is limited.
     fn next(&mut self, accepted_others: bool, limit: Duration) -> Option<Instant> {
         if !accepted_others {
             self.fruitless += 1;
@@ -190,8 +192,9 @@ impl Retries {
     }
 }
 
-/// Returns whether nothing was processed: the backend sent `REFUSED_STREAM`, or a `GOAWAY` that names an earlier stream as the
-/// last (RFC 9113 §8.7; h2 returns that error for no other requests), or the connection closed before it allowed the stream.
+/// Returns whether the backend processed nothing: it sent `REFUSED_STREAM`, or a `GOAWAY` that names an earlier stream
+/// as the last (RFC 9113 §8.7), or the connection closed before it allowed the stream. h2 returns the error of a
+/// `GOAWAY` for no other requests.
 fn is_refusal(error: &hyper::Error) -> bool {
     let h2 = error.source().and_then(|source| source.downcast_ref::<h2::Error>());
     h2.is_some_and(|error| {
@@ -214,7 +217,7 @@ impl UpstreamBody {
         this
     }
 
-    /// Returns whether the backend is closing the connection. It waits for the streams that are open.
+    /// Returns whether the backend is closing the connection. It then waits for the open streams to end.
     pub(crate) fn leaving(&self) -> bool {
         matches!(&self.lease, Some(Lease::Stream(permit)) if permit.leaving())
     }
@@ -267,8 +270,8 @@ impl Lease {
 
 /// HTTP/2 flow-control window of a stream: maximum buffered for a client that reads slowly, bytes.
 const WINDOW: u32 = 64 * 1024;
-/// HTTP/2 flow-control window of a connection, bytes. Clients that never read block its other streams only if they hold as many
-/// streams as fit into this window, which is more than common servers allow.
+/// HTTP/2 flow-control window of a connection, bytes. Clients that never read block the other streams only if their own
+/// streams fill this window. That takes more streams than common servers allow.
 const CONNECTION_WINDOW: u32 = 256 * WINDOW;
 /// Maximum length of a response's head, bytes; more if requests may have longer heads.
 const RESPONSE_HEAD: usize = 64 * 1024;

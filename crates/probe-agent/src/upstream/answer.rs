@@ -1,7 +1,7 @@
 //! Reads the backend's first answer on a connection opened as HTTP/2, and how many streams the backend allows.
 //!
-//! hyper does not distinguish a late answer from a wrong one, and does not say when the first `SETTINGS` frame has arrived. Both
-//! are read here from the bytes as they pass.
+//! hyper does not distinguish a late answer from a wrong one, and does not say when the first `SETTINGS` frame has
+//! arrived. So this module reads the bytes as they pass.
 
 use std::io;
 use std::pin::Pin;
@@ -93,7 +93,7 @@ impl<T> Listened<T> {
 
 /// Follows the frames, wherever reads split them.
 struct Frames {
-    /// Taken with the first frame.
+    /// Set until the answer is known.
     answer: Option<oneshot::Sender<bool>>,
     terms: Arc<Terms>,
     part: Part,
@@ -102,7 +102,7 @@ struct Frames {
     kind: u8,
 }
 
-/// Start of a frame head, or of a setting.
+/// Start of a frame header, or of a setting.
 #[derive(Default)]
 struct Part {
     bytes: [u8; HEAD],
@@ -126,7 +126,7 @@ impl Frames {
         while !data.is_empty() {
             if self.left == 0 {
                 let whole = self.part.fill(&mut data, HEAD);
-                // `HTTP/1.1 ...` already differs in its first byte: no `SETTINGS` is that long.
+                // `HTTP/1.1 ...` already differs in its first byte: the length of a `SETTINGS` frame starts with 0.
                 if self.answer.is_some() && !is_first(&self.part.bytes[..self.part.have]) {
                     self.answered(false);
                     return Err(io::ErrorKind::InvalidData.into());

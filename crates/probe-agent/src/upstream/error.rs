@@ -1,4 +1,4 @@
-//! Reasons why a request got no response of the backend, and what the client gets instead.
+//! Reasons why a request got no response from the backend, and what the client gets instead.
 
 use std::error::Error as _;
 use std::io;
@@ -80,8 +80,8 @@ impl ForwardError {
         }
     }
 
-    /// Returns the value of `x-prequal-failure`, which says whether the client may retry. Not sent when a response did not come
-    /// in time: the backend may still work on it, and a second request would add to its load.
+    /// Returns the value of `x-prequal-failure`, which says whether the client may retry. `None` if the response did
+    /// not come in time: the backend may still work on the request, and a second one would add to its load.
     pub(crate) fn failure(&self) -> Option<&'static str> {
         match self {
             Self::Connect(_)

@@ -1,4 +1,5 @@
-//! HTTP/1.1 connections to the backend: a pool of idle ones, and what is sent again when a backend closes one of them.
+//! HTTP/1.1 connections to the backend: a pool of idle ones, and the second attempt when the backend closes one of
+//! them.
 
 use std::collections::VecDeque;
 use std::io;
@@ -32,7 +33,7 @@ pub(super) struct Idle {
 
 /// Reason why a request got no response.
 enum NotSent {
-    /// Nothing was written, and here is the request.
+    /// Nothing was written. Holds the request.
     Unwritten(Box<Request<Upload>>, hyper::Error),
     Broken(hyper::Error),
 }
@@ -102,7 +103,7 @@ impl Replay {
 }
 
 impl Pool {
-    /// Sends over HTTP/1.1 and returns with the head of the response.
+    /// Sends a request over HTTP/1.1 and waits for the head of the response.
     ///
     /// A backend may close an idle connection just as a request is sent on it (RFC 9112 §9.3.1). If nothing of the request was
     /// written, it is sent on another connection. Otherwise it is sent a second time, on a new connection, if it is idempotent.
@@ -117,7 +118,7 @@ impl Pool {
                 Ok(response) => return Ok(self.lease(conn, response)),
                 Err(NotSent::Unwritten(unwritten, _)) => req = *unwritten,
                 Err(NotSent::Broken(error)) => {
-                    // The body comes back from hyper's task.
+                    // hyper's task returns the body when it ends.
                     conn.task.abort();
                     let replay = replay.filter(|_| conn.reads.get() == before && !is_of_body(&error));
                     return match replay {
@@ -214,7 +215,7 @@ impl Pool {
             .handshake(TokioIo::new(io))
             .await
             .map_err(|error| ForwardError::Connect(io::Error::other(error)))?;
-        // Its errors also surface in the request or body that they affect.
+        // The errors of this task also surface in the request or body that they affect.
         let task = tokio::spawn(conn.with_upgrades()).abort_handle();
         Ok(Http1 { sender, task, reads })
     }

@@ -1,8 +1,8 @@
 //! HTTP/2 connections to the backend. They are opened when requests wait for a stream, as far as the limits allow.
 //!
-//! hyper-util's pools keep one connection and do not count its streams; hyper then queues the streams that the backend does not
-//! allow, without a limit. Here, no connection gets more streams than it allows, and a waiting request takes a stream of any
-//! connection, so that no request depends on another's attempt to connect.
+//! hyper-util's pools keep one connection and do not count its streams. hyper then queues, without a limit, the streams
+//! that the backend does not allow. Here, no connection gets more streams than the backend allows. A waiting request
+//! takes a stream of any connection, so it does not depend on another request's attempt to connect.
 
 use std::collections::VecDeque;
 use std::io;
@@ -27,7 +27,7 @@ pub(super) struct Http2 {
     conns: Vec<Conn>,
     /// Number of requests that the backend is expected to accept on a new connection.
     quota: u32,
-    /// The request that has waited longest comes first.
+    /// Requests that wait for a stream, the one that has waited longest first.
     waiting: VecDeque<Waiter>,
     /// Number of attempts under way, and start of the last one.
     dialing: usize,
@@ -55,7 +55,7 @@ impl Http2 {
         self.dialed.is_none_or(|at| at.elapsed() >= HEDGE)
     }
 
-    /// Drops connections that are closing or superfluous, and adjusts the quotas to what the backend did.
+    /// Drops connections that are closing or superfluous, and adjusts the quotas to what the backend accepted.
     fn tidy(&mut self) {
         let mut first = true;
         let quota = &mut self.quota;
@@ -66,7 +66,7 @@ impl Http2 {
                     *quota = accepted;
                 }
             } else if idle && conn.begun >= conn.quota {
-                // It would have closed the connection by now.
+                // A backend with this quota would have closed the connection by now.
                 conn.quota = conn.quota.saturating_mul(2);
                 *quota = conn.quota.max(*quota);
             }
@@ -97,7 +97,7 @@ impl Conn {
         !self.terms.leaving() && !self.sender.is_closed()
     }
 
-    /// Returns whether it has a stream for another request, which the backend is expected to accept.
+    /// Returns whether the connection has a stream for another request, which the backend is expected to accept.
     fn has_room(&self) -> bool {
         self.begun < self.quota && self.has_stream()
     }
@@ -120,7 +120,8 @@ impl Slot {
         self.extended_connect
     }
 
-    /// Returns a function that says whether the backend is closing the connection. It does not hold the stream.
+    /// Returns a function that says whether the backend is closing the connection. The function does not hold the
+    /// stream.
     pub(crate) fn departure(&self) -> impl Fn() -> bool + use<> {
         let terms = self.permit.terms.clone();
         move || terms.leaving()
@@ -153,7 +154,7 @@ impl Drop for Permit {
     }
 }
 
-/// Reason why an attempt to open a connection failed. Every request that waits for a stream gets it.
+/// Reason why an attempt to open a connection failed. Every request that waits for a stream gets this error.
 #[derive(Clone, Copy, Eq, PartialEq)]
 enum Failure {
     Connect(io::ErrorKind),
@@ -183,8 +184,8 @@ impl From<ForwardError> for Failure {
 }
 
 impl Pool {
-    /// Returns a stream for a request, or `None` if the request must go over HTTP/1.1 instead, which it can unless it
-    /// `needs_http2`.
+    /// Returns a stream for a request, or `None` if the request must go over HTTP/1.1 instead. Never returns `None` if
+    /// the request `needs_http2`.
     ///
     /// A backend is remembered as one without HTTP/2 only if it answered in something else.
     pub(crate) async fn stream(self: &Arc<Self>, needs_http2: bool) -> Result<Option<Slot>, ForwardError> {
@@ -210,8 +211,8 @@ impl Pool {
         true
     }
 
-    /// Takes a stream of any connection, or waits for one, for at most `connect_timeout`. A request that has needed one `since`
-    /// earlier precedes others.
+    /// Takes a stream of any connection, or waits for one, for at most `connect_timeout`. `since` is when the request
+    /// first needed a stream: earlier requests come first.
     pub(super) async fn wait_for_stream(self: &Arc<Self>, since: Instant) -> Result<Slot, ForwardError> {
         let taken = {
             let mut http2 = self.http2();
@@ -254,9 +255,9 @@ impl Pool {
         Err(if connected { ForwardError::NoStream } else { ForwardError::ConnectTimeout })
     }
 
-    /// Takes a stream of the first connection that has room, so that the others become idle when there is little to do. Unless
-    /// another connection can be opened, or if `dialed`, a connection beyond its quota is better than none: the backend refuses
-    /// the request at worst.
+    /// Takes a stream of the first connection that has room, so that the others become idle when there is little to do.
+    /// If no other connection can be opened, or if `dialed` (no attempt to connect is about to succeed), also takes a
+    /// stream beyond a connection's quota: the backend refuses the request at worst.
     fn take(self: &Arc<Self>, http2: &mut Http2, dialed: bool) -> Option<Slot> {
         http2.tidy();
         let beyond = dialed || http2.conns.len() + http2.dialing >= self.max_connections;
@@ -294,7 +295,7 @@ impl Pool {
             }
         }
         for (waiter, slot) in served {
-            // If the request is gone, the slot is dropped, which serves the next one.
+            // If the request is gone, the slot is dropped, which serves the next request.
             let _ = waiter.turn.send(Ok(slot));
         }
     }
@@ -314,7 +315,7 @@ impl Pool {
 
     /// Opens a connection. The attempt does not belong to any single request: if one goes away, the others still use it.
     async fn dial(self: Arc<Self>) {
-        // A backend that restarts may close what its predecessor accepted.
+        // While a backend restarts, a connection that the old process accepted may close.
         let opened = match Box::pin(self.open_http2()).await {
             Err(Failure::Silent) => Box::pin(self.open_http2()).await,
             opened => opened,
@@ -406,8 +407,8 @@ impl Pool {
 
 /// Time after which a backend that refused HTTP/2 is asked again, because it may have been replaced.
 const HTTP1_ONLY_MEMORY: Duration = Duration::from_secs(60);
-/// Minimum time that an attempt may wait for its answer, even if its requests have given up: the backend may be starting, and
-/// later requests find the connection open.
+/// Minimum time that an attempt to connect may wait for its answer, even if its requests have given up. The backend may
+/// be starting, and later requests then find the connection open.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
 /// Time without an answer after which another attempt is made.
 const HEDGE: Duration = Duration::from_millis(100);

@@ -8,11 +8,12 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// Connection on which the backend's answer is still read after a failed write, before the write is reported as failed.
+/// Connection that reports a failed write only after it has read everything that the backend sent.
 pub(super) struct Patient<T> {
     io: T,
     reads: Reads,
-    /// Whether the peer accepts no more data. The writer then waits for the reader, which runs in the same task and wakes it.
+    /// Whether the peer accepts no more data. Writes then wait until everything has been read. The reader runs in the
+    /// same task and wakes it.
     broken: bool,
     read_all: bool,
 }
