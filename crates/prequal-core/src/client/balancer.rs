@@ -66,8 +66,8 @@ pub struct Tick {
     pub ejected: u32,
     /// Number of replicas known to have no agent.
     pub agentless: u32,
-    /// Whether ejection is suspended, because more than half of the fleet would be ejected or because more than half fail
-    /// alike.
+    /// Whether more than half of the fleet would be ejected, so that no replica is, or has recently failed every second
+    /// request.
     pub panic: bool,
     /// Probes to send because no requests have come.
     pub probes: ProbesDue,
@@ -121,8 +121,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         &self.counters
     }
 
-    /// Chooses a replica for a request: among `answers` if the request has waited for its own probes, otherwise from the
-    /// pool. `whole` is false while the client is still sending the request.
+    /// Chooses a replica for a request: among `answers` if the request has waited for its own probes, otherwise from
+    /// the pool. `whole` is false while the client is still sending the request.
     pub fn begin<G: Rng>(&mut self, now: Micros, answers: &[Answer], whole: bool, rng: &mut G) -> Request {
         self.resting = false;
         let mut request = if self.config.choice.rule.is_probe_free() {
@@ -151,9 +151,9 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         }
     }
 
-    /// Returns the utilisation that a replica without an agent reports in ORCA format, from 0 to 10, where 1 means full;
-    /// `None` if there is none or the configuration does not use it. `text` and `bin` are the values of the two ORCA
-    /// headers.
+    /// Returns the utilisation that a replica without an agent reports in ORCA format, from 0 to 10, where 1 means
+    /// full; `None` if there is none or the configuration does not use it. `text` and `bin` are the values of the two
+    /// ORCA headers.
     pub fn orca_utilisation<'a>(
         &self,
         text: impl Iterator<Item = &'a [u8]>,
@@ -197,8 +197,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         }
     }
 
-    /// Handles the end of a request. `complete` is true if the response ended properly, `failed` if it carried an error,
-    /// for example in its trailers.
+    /// Handles the end of a request. `complete` is true if the response ended properly, `failed` if it carried an
+    /// error, for example in its trailers.
     pub fn ended(&mut self, mut request: Request, complete: bool, failed: bool, proxy: &impl Witness) {
         if let (Branch::Agentless, Some(replica)) = (request.pick.branch, request.pick.replica) {
             self.agentless.ended(replica);
@@ -231,12 +231,13 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         self.counters.count(Count::Outcome(class));
     }
 
-    /// Applies the pending updates. Returns the state of the pool, and the probes to send because no requests have come.
+    /// Applies the pending updates. Returns the state of the pool, and the probes to send because no requests have
+    /// come.
     ///
     /// Every worker ticks, even one that never gets a request. Compare-and-swap ensures that only one of them sends the
     /// idle probes.
     pub fn tick<G: Rng>(&mut self, now: Micros, rng: &mut G) -> Tick {
-        // This comes first, so that this tick applies the changes to the pool.
+        // The membership is shared first, so that this tick applies its changes to the pool.
         self.share_members(now);
         let probe_free = self.config.choice.rule.is_probe_free();
         if !probe_free {
@@ -338,7 +339,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         })
     }
 
-    /// Decides whether the report on a response can be trusted. Returns `None` if the request did not go to this cluster.
+    /// Decides whether the report on a response can be trusted. Returns `None` if the request did not go to this
+    /// cluster.
     fn judge_report(
         &mut self,
         now: Micros,
@@ -360,8 +362,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             self.count(request, named, now, report, placement);
             return Some(ReportEnd::Used);
         }
-        // The request was not steered, the proxy used another host, or the report names no endpoint: only the proxy knows which
-        // replica answered.
+        // The request was not steered, the proxy used another host, or the report names no endpoint: only the proxy
+        // knows which replica answered.
         if !self.is_ours(request, proxy) {
             return None;
         }
@@ -378,7 +380,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         Some(ReportEnd::Used)
     }
 
-    /// Whether the request went to this cluster, according to the proxy. If not, the request says nothing about the replica.
+    /// Whether the request went to this cluster, according to the proxy. If not, the request says nothing about the
+    /// replica.
     fn is_ours(&mut self, request: &mut Request, proxy: &impl Witness) -> bool {
         let ours = *request.ours.get_or_insert_with(|| proxy.is_ours());
         if !ours && let Some(flight) = request.flight.take() {
@@ -387,7 +390,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         ours
     }
 
-    /// Handles a response from a replica other than the chosen one: if the proxy tried more than once, the chosen one failed.
+    /// Handles a response from a replica other than the chosen one: if the proxy tried more than once, the chosen one
+    /// failed.
     fn find_rescue(&mut self, now: Micros, request: &mut Request, proxy: &impl Witness) {
         let Some(chosen) = request.pick.replica else { return };
         if !self.is_ours(request, proxy) || request.served_by(proxy).is_none_or(|served| served == chosen) {
@@ -401,7 +405,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         }
     }
 
-    /// Handles a response without a report from a replica that the proxy's own policy placed, or that is known to be agentless.
+    /// Handles a response without a report from a replica that the proxy's own policy chose, or that is known to be
+    /// agentless.
     fn find_agentless(&mut self, now: Micros, request: &mut Request, proxy: &impl Witness) {
         let pool_rule = !self.config.choice.rule.is_probe_free();
         let unsteered = request.pick.replica.is_none() || request.pick.branch == Branch::Agentless;
@@ -457,7 +462,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         if request.rescued {
             // The failure was recorded when the headers arrived.
         } else if class == Class::UpstreamFailure || (diverted && (verify || proxy.attempts() > 1)) {
-            // The replica refused, reset or timed out, possibly with a retry elsewhere; or it does not exist.
+            // The replica refused, reset or timed out the request, which may have been retried elsewhere. Or the
+            // replica does not exist.
             self.push(Update::CoolDown(now, chosen));
             self.land(now, request, true);
         } else if diverted {
@@ -504,12 +510,14 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             self.note(now, Note::Alive(chosen));
         }
         if probe_free && refused {
-            // The proxy refused the replica, or the replica has left. If it comes back, the proxy's own policy will find it.
+            // The proxy refused the replica, or the replica has left. If it comes back, the proxy's own policy will
+            // find it.
             self.forget(now, chosen);
         }
     }
 
-    /// Records that a request is sent to the chosen replica. Returns `None` if the request is not watched.
+    /// Records, for ejection, that a request is sent to the chosen replica. Returns `None` if ejection does not track
+    /// the request.
     fn sent(&mut self, now: Micros, pick: &Pick, whole: bool) -> Option<Flight> {
         if self.config.pool.ejection == EjectionSettings::OFF || self.config.choice.rule.is_probe_free() {
             return None;

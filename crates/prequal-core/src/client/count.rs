@@ -58,13 +58,13 @@ pub enum Count {
     },
 }
 
-/// How a probe ended. At rest, the number of probes sent equals the sum of all of these.
+/// How a probe ended. While no probe is in flight, the number of probes sent equals the sum of all of these.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum ProbeEnd {
     /// Its report counts.
     Used,
-    /// Another host answered, or the report names another replica. If the cluster does not know the host that was asked,
-    /// that host has left.
+    /// Another host answered, or the report names another replica. If the cluster does not know the host that was
+    /// asked, that host has left.
     WrongEndpoint,
     /// The reply has no report.
     NoReport,
@@ -72,7 +72,8 @@ pub enum ProbeEnd {
     NoEndpoint,
     /// `verified_probes` is set, but the probe cluster does not say which host answered.
     NoHost,
-    /// The reply has a report, but its status is not 200.
+    /// The status of the reply is not 200. A 504 or 503 without a report counts as [`Self::Timeout`] or
+    /// [`Self::Refused`] instead.
     Status,
     /// The reply has several reports.
     Duplicate,

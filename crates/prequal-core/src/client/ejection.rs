@@ -1,37 +1,39 @@
 //! The ejection table: replicas that get no ordinary requests for a while, and how they are readmitted.
 //!
-//! [`EjectionTable`] is a separate blob beside the pool's, shared by the workers of an Envoy. It outlives pool entries. It
-//! encodes only the records that it holds, but with hundreds of replicas those are many bytes. Each worker therefore keeps a
-//! copy, and rereads the blob only when the pool follows another version ([`crate::client::pool::PoolState::follows`]) or
-//! when the worker has an event to record. [`flights`] tracks one worker's own requests.
+//! [`EjectionTable`] is a separate blob beside the pool's, shared by the workers of an Envoy. It outlives pool entries.
+//! It encodes only the records that it holds, but with hundreds of replicas those are many bytes. Each worker therefore
+//! keeps a copy, and rereads the blob only when the pool follows another version
+//! ([`crate::client::pool::PoolState::follows`]) or when the worker has an event to record. [`flights`] tracks one
+//! worker's own requests.
 //!
 //! A replica is **ejected** for one of these [`Reason`]s:
 //!
-//! - *failing*: of the requests that this Envoy sent there recently (the last [`MEMORY`], fading over 10 s), the share
-//!   that failed exceeds that of the others by at least [`EjectionSettings::failure_share`], and at least two failed. The
-//!   rule uses a share, not a run of failures, because a replica that fails every third request hardly ever fails five in
-//!   a row. One failure in a thousand never ejects a replica.
+//! - *failing*: at least two of the requests that this Envoy recently sent to the replica have failed (the last
+//!   [`MEMORY`], fading over 10 s), and their share exceeds that of the other replicas by at least
+//!   [`EjectionSettings::failure_share`]. The rule uses a share, not a run of failures, because a replica that fails
+//!   every third request hardly ever fails five in a row. One failure in a thousand never ejects a replica.
 //! - *reported*: the replica itself reports failures, and the others do not. A replica that lies about this hurts only
 //!   itself.
-//! - *unresponsive*: a request has waited longer than any should, and no request sent after it has been answered.
+//! - *unresponsive*: a request has waited longer than its limit ([`flights`]), and no request sent after it has been
+//!   answered.
 //!
-//! **Trials** readmit a replica: one request at a time, after 1, 2, 4 and then every 8 s, once the replica has been heard
-//! from (by a probe) since the last trial. A trial that is answered only slightly late restarts this back-off, once. If
-//! the answer is late and the replica itself reports such a latency, the back-off becomes 8 s immediately. An
-//! unresponsive replica is readmitted after one answer in time, to a trial or to an earlier request. A failing replica is
-//! readmitted after [`STREAK`] successful trials in a row, once it also reports no failures. These trials follow one
-//! another quickly. One would not be enough: a replica that fails half of its requests passes every other trial. A
-//! readmitted replica is usually **vouched** for: for 15 s, the latency that this client sees replaces the reported one
-//! if it is lower, because the reported one still reflects the time before.
+//! **Trials** readmit a replica. A trial is one request, sent after 1, 2, 4 and then every 8 s, but only if the replica
+//! has reported (to a probe) since the last trial. A trial that is answered only slightly late restarts this back-off,
+//! once. If the answer is late and the replica itself reports such a latency, the back-off becomes 8 s immediately. An
+//! unresponsive replica is readmitted after one answer in time, to a trial or to an earlier request. A failing replica
+//! is readmitted after [`STREAK`] successful trials in a row, once it also reports no failures. These trials follow one
+//! another quickly. One trial would not be enough: a replica that fails half of its requests passes every other trial.
+//! A readmitted replica is usually **vouched** for: for 15 s, the latency that this client sees replaces the reported
+//! one if it is lower, because the reported one still includes the time before the readmission.
 //!
 //! **The others** show which failures are not a replica's own fault, such as those of a dependency that all replicas
 //! share. The rule takes the *median* of their shares of failures, so that up to half of the fleet can be bad without
-//! excusing each other. Only replicas with evidence from the last 10 s count. If the others fail as well, a replica must
-//! have failed more requests than chance explains. An ejected replica that fails no more than the others is readmitted at
-//! its next report.
+//! excusing each other. Only replicas with evidence from the last 10 s count. If the others fail as well, a replica is
+//! ejected only if it has failed more requests than chance explains. An ejected replica that fails no more than the
+//! others is readmitted at its next report.
 //!
-//! **Panic**: when more than half of the fleet would be ejected, no replica is. The replicas are then not the cause, or there
-//! is nowhere else to go.
+//! **Panic**: when more than half of the fleet would be ejected, no replica is. In that case the replicas are not the
+//! cause, or there is nowhere else to send the requests.
 
 use std::borrow::Cow;
 use std::mem;
@@ -102,8 +104,8 @@ pub enum Reason {
 /// Evidence about a replica: from a request, or from a missing answer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Event {
-    /// A failure caused by the replica: 5xx, gRPC error, reset, refused, timed out. `requests` are those that this worker
-    /// sent there since its last failure, faded as in [`flights`].
+    /// A failure caused by the replica: 5xx, gRPC error, reset, refused, timed out. `requests` counts this worker's
+    /// requests to the replica since the replica's last failure, faded as in [`flights`].
     Failed {
         /// Number of successful requests since the last failure.
         requests: f32,
@@ -116,7 +118,8 @@ pub enum Event {
     Unresponsive {
         /// Whether the request is a trial.
         trial: bool,
-        /// Whether the replica had reported an ordinary latency until then.
+        /// Whether the replica had reported an ordinary latency (at most twice the typical one) when the request was
+        /// sent.
         ordinary: bool,
     },
     /// An answer.
@@ -135,7 +138,7 @@ pub enum Event {
 pub enum Timing {
     /// Within the limit.
     InTime,
-    /// Within twice the limit, perhaps by bad luck.
+    /// Beyond the limit but within twice the limit, perhaps by bad luck.
     Narrow,
     /// Later than twice the limit.
     Late,
@@ -175,7 +178,7 @@ pub struct EjectionTable {
     version: u32,
     /// Sorted by endpoint.
     records: Vec<Record>,
-    /// Not part of the blob.
+    /// Number of records lost because the table was full. Not part of the blob.
     lost: u32,
 }
 
@@ -267,7 +270,7 @@ impl Record {
     }
 
     fn eject(&mut self, reason: Reason, vouch: bool, now: Stamp) -> Change {
-        // A relapse resumes the previous back-off. An unresponsive replica may only have paused.
+        // A relapse resumes the previous back-off, except for an unresponsive replica, which may only have paused.
         let relapsed = reason != Reason::Unresponsive && now.distance_ms(self.since) < VOUCHED_MS;
         let backoff_ms = if relapsed { self.backoff_ms.saturating_mul(2) } else { 0 };
         self.backoff_ms = backoff_ms.clamp(MIN_BACKOFF_MS, MAX_BACKOFF_MS);
@@ -303,8 +306,8 @@ impl Record {
         Change::Returned(reason)
     }
 
-    /// Time between trials, milliseconds. Trials of a streak follow each other quickly, unless the replica reports that it
-    /// still fails.
+    /// Time between trials, milliseconds. Trials of a streak follow each other quickly, unless the replica reports that
+    /// it still fails.
     fn wait_ms(&self, settings: &EjectionSettings) -> u32 {
         if self.streak > 0 && self.agrees(settings) { STREAK_GAP_MS } else { self.backoff_ms }
     }
@@ -322,7 +325,8 @@ impl Record {
         stands_out(self.failed, self.total, self.total * usual, share)
     }
 
-    /// Returns the replica's share of failures while that is recent. Few requests never make a share of 1.
+    /// Returns the replica's share of failures if that is recent. The share is of at least [`MIN_TOTAL`] requests, so
+    /// that few requests never make a share of 1.
     fn recent_share(&self, now: Stamp) -> Option<f32> {
         let age = now.distance_ms(self.updated);
         let keep = fading(age);
@@ -330,8 +334,8 @@ impl Record {
     }
 }
 
-/// Whether `failed` of `total` requests exceed the `expected` failures by at least `share` of the requests, and by more than
-/// chance according to a likelihood ratio.
+/// Whether `failed` of `total` requests exceed the `expected` failures by at least `share` of the requests, and by more
+/// than chance according to a likelihood ratio.
 fn stands_out(failed: f32, total: f32, expected: f32, share: f32) -> bool {
     let excess = failed - expected;
     excess >= share * total && failed * (failed / expected).ln() - excess >= EVIDENCE
@@ -511,8 +515,8 @@ impl EjectionTable {
         }
     }
 
-    /// Records a report of `replica`. `failing` is the share of failures that it reports, per mille, and `others` is the
-    /// median of the others ([`crate::client::pool::PoolState::failing_beside`]). Call it for every report while
+    /// Records a report of `replica`. `failing` is the share of failures that it reports, per mille, and `others` is
+    /// the median of the others ([`crate::client::pool::PoolState::failing_beside`]). Call it for every report while
     /// [`Self::is_active`], and otherwise for those that [`EjectionSettings::believes`] accepts.
     pub fn heard(
         &mut self,
@@ -562,8 +566,8 @@ impl EjectionTable {
         record.readmit_if_well(settings, now)
     }
 
-    /// Returns the load to record for a report of `replica`: as reported, or better while the replica is vouched for; `None`
-    /// while it is ejected.
+    /// Returns the load to record for a report of `replica`: as reported, or better while the replica is vouched for;
+    /// `None` while it is ejected.
     pub fn admit(&self, now: Micros, replica: Endpoint, load: Load) -> Option<Load> {
         let Some(record) = self.get(replica) else { return Some(load) };
         if record.reason != 0 {
@@ -578,8 +582,8 @@ impl EjectionTable {
         Some(load)
     }
 
-    /// With a probability of 1/4, returns the due trial that has waited longest. However many replicas are ejected, at most
-    /// about one request in four is a trial. `samples` and `members` come from the membership.
+    /// With a probability of 1/4, returns the due trial that has waited longest. However many replicas are ejected, at
+    /// most about one request in four is a trial. `samples` and `members` come from the membership.
     pub fn take_trial(
         &mut self,
         settings: &EjectionSettings,
@@ -634,7 +638,7 @@ impl EjectionTable {
         let before = self.records.len();
         self.records.retain(|record| {
             if record.reason != 0 {
-                // The replica is no longer heard from: it has left, or will count as new when it comes back.
+                // A replica that is no longer heard from has left, or will count as new when it comes back.
                 now.distance_ms(record.since) < FORGOTTEN_MS
                     || now.distance_ms(record.heard_at) < FORGOTTEN_MS
             } else {
@@ -679,8 +683,8 @@ impl EjectionTable {
         self.flagged() * 2 > self.members as usize
     }
 
-    /// Whether more than half of the fleet is ejected or has recently failed every second request. Replicas that all fail
-    /// alike are not ejected, but no replica is better either.
+    /// Whether more than half of the fleet is ejected or has recently failed every second request. Replicas that all
+    /// fail alike are not ejected, but no replica is better either.
     pub fn most_fail(&self, now: Micros) -> bool {
         // A copy of the table may be out of date, so its old records do not count.
         let fails = |record: &&Record| {
@@ -697,8 +701,8 @@ impl EjectionTable {
         mem::take(&mut self.lost)
     }
 
-    /// Finds or adds a record. A full table drops the least recently updated record of a replica that is not ejected. If all
-    /// are ejected, it accepts no more.
+    /// Finds or adds a record. A full table drops the least recently updated record of a replica that is not ejected.
+    /// If all are ejected, it accepts no more.
     fn find_or_add(&mut self, replica: Endpoint, now: Stamp) -> Option<&mut Record> {
         if !self.knows(replica) {
             if self.records.len() >= MAX_EJECTIONS {
@@ -769,12 +773,13 @@ const FADES_MS: f32 = 10_000.0;
 const MIN_FAILED: f32 = 1.5;
 /// Minimum number of requests over which another replica's share of failures is taken.
 const MIN_TOTAL: f32 = 4.0;
-/// Logarithm of the likelihood ratio above which it is not chance that a replica fails more than the others: 10 of 32
-/// requests, if the others fail a tenth.
+/// Logarithm of the likelihood ratio above which it is not chance that a replica fails more than the others. Example:
+/// 10 failures of 32 requests, if the others fail a tenth.
 const EVIDENCE: f32 = 4.0;
 /// Number of shares that the median distinguishes.
 const SHARES: usize = 65;
-/// Minimum reported share at which a replica is believed, per mille: a lone failure reads 250 ([`crate::server::failures`]).
+/// Minimum reported share that can eject a replica, per mille. A single failure is reported as 250
+/// ([`crate::server::failures`]).
 const MIN_REPORTED: u16 = 260;
 /// Number of requests that a reported share is assumed to cover.
 const REPORTED_TOTAL: f32 = 8.0;
@@ -782,8 +787,8 @@ const MIN_BACKOFF_MS: u32 = 1000;
 const MAX_BACKOFF_MS: u32 = 8000;
 /// Time between the trials of a streak, milliseconds.
 const STREAK_GAP_MS: u32 = 100;
-/// Time for which a readmitted replica is vouched for, milliseconds; agents remember samples for the same time. Also the
-/// time within which a new failure is a relapse.
+/// Time for which a readmitted replica is vouched for, milliseconds; agents remember samples for the same time. Also
+/// the time within which a new failure is a relapse.
 const VOUCHED_MS: u32 = 15_000;
 /// Interval at which the placement of an ejected replica is renewed, milliseconds.
 const HEARD_EVERY_MS: u32 = 500;

@@ -1,5 +1,5 @@
-//! Label values of the metrics, in the order of the variants that they name. Every host uses them, so that one dashboard
-//! fits every host.
+//! Label values of the metrics, in the order of the variants that they name. Every host uses them, so that one
+//! dashboard fits every host.
 
 use super::count::{ProbeEnd, ReportEnd};
 

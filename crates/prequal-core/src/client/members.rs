@@ -1,26 +1,28 @@
-//! The learned membership: which replicas exist, which of them Envoy's own policy uses now and in which proportion, and which
-//! to probe next.
+//! The learned membership: which replicas exist, which of them Envoy's own policy uses now and in which proportion, and
+//! which to probe next.
 //!
-//! Envoy's own discovery and placement (priorities, localities, endpoint weights) stay the source of truth. Some probes go
-//! out without an address. The probe cluster's policy, which has the endpoints of the serving cluster, then chooses a host.
-//! Where Envoy vouches for the host that answered, each such probe is a *sample* of the policy:
+//! Envoy's own discovery and placement (priorities, localities, endpoint weights) stay the source of truth. Some probes
+//! go out without an address. The policy of the probe cluster, which has the endpoints of the serving cluster, then
+//! chooses a host. Where Envoy vouches for the host that answered (`verified_probes`), each such probe is a *sample* of
+//! the policy:
 //!
-//! - A replica that no sample has met for [`CYCLES`] rounds is *out of use* (a lower priority, another locality) until a
-//!   sample meets it again.
+//! - A replica that no sample has met for [`CYCLES`] rounds is *out of use* (a lower priority, another locality) until
+//!   a sample meets it again.
 //! - The replicas' shares of the samples are their weights ([`Placement`]).
 //!
-//! A replica that serves a request and has never reported is *agentless*. It takes part in the choice by requests in flight
-//! (`balancer/agentless.rs`), is not probed, and is in use for no other purpose, until it reports.
+//! A replica that serves a request and has never reported is *agentless*. Until it reports, it is not probed and does
+//! not count as in use; it is chosen by requests in flight (`balancer/agentless.rs`).
 //!
-//! Time has no effect on this: without samples, placement stays as it is. Where Envoy does not vouch, a reply to a probe makes
-//! the replica that it names at most a *candidate*. The candidate gets one request, and becomes a member if Envoy confirms
-//! that it served the request. A replica that invents endpoints therefore fills a small bounded list and costs one unsteered
-//! request for each, but does no other harm.
+//! Time alone does not change a placement: without samples, it stays as it is. Where Envoy does not vouch, a reply to a
+//! probe makes the replica that it names at most a *candidate*. The candidate gets one request, and becomes a member if
+//! Envoy confirms that it served the request. A replica that invents endpoints therefore fills a small bounded list and
+//! costs one unsteered request for each endpoint, but does no other harm.
 //!
 //! Probe targets are sampled uniformly without replacement (paper §4, "Probing rate").
 //!
-//! Members are found by binary search, and passes over all of them are rare, so an event costs no more in a large fleet.
-//! Reading and writing the blob does cost more, so each worker keeps a copy and shares its notes at its tick ([`View`]).
+//! Members are found by binary search, and passes over all of them are rare, so an event costs no more in a large
+//! fleet. Reading and writing the blob does cost more, so each worker keeps a copy and shares its notes at its tick
+//! ([`View`]).
 
 use std::borrow::Cow;
 
@@ -36,7 +38,8 @@ mod view;
 
 pub use view::{Lost, Note, View};
 
-/// Maximum number of members. Further replicas are refused, and counted ([`View::take_lost`]), until a member is forgotten.
+/// Maximum number of members. Further replicas are refused, and counted ([`View::take_lost`]), until a member is
+/// forgotten.
 pub const MAX_MEMBERS: usize = 10_000;
 /// Maximum number of candidates.
 pub const MAX_CANDIDATES: usize = 64;
@@ -48,16 +51,16 @@ pub const MEMBER_TTL_MS: u32 = 600_000;
 const QUIET_MS: u32 = 60_000;
 /// Time without confirmation after which a candidate is forgotten, milliseconds.
 pub const CANDIDATE_TTL_MS: u32 = 5_000;
-/// Number of rounds of samples without meeting a replica after which it is out of use. A round is as many samples as there
-/// are replicas in use, and more for replicas of low weight. A policy that draws at random misses a replica for that long
+/// A replica that no sample has met for this many rounds is out of use. A round is as many samples as there are
+/// replicas in use, and more for replicas of low weight. A policy that draws at random misses a replica for that long
 /// with probability e^-10.
 pub const CYCLES: u32 = 10;
 /// Minimum time between renewals of a stamp, milliseconds, so that the blob is not rewritten for every report.
 const RENEW_MS: u32 = 5_000;
 /// Mean number of samples per replica above which all counts are halved.
 const MAX_MEAN_HITS: u32 = 96;
-/// Number of searches, per round of samples, for replicas that have gone out of use. Fleets up to this size are searched
-/// at every sample.
+/// Number of searches, per round of samples, for replicas that have gone out of use. Fleets up to this size are
+/// searched at every sample.
 const LOOKS_PER_ROUND: u32 = 32;
 
 /// How a replica became known.
@@ -89,8 +92,8 @@ impl Placement {
         Self { sampled, weight: Self::UNIT }
     }
 
-    /// Whether the replica is in use after `samples` samples in all, over `in_use` replicas. Counts wrap; a count in the
-    /// future is as suspect as an old one.
+    /// Whether the replica is in use after `samples` samples in all, over `in_use` replicas. Counts wrap; a count in
+    /// the future is as suspect as an old one.
     pub(crate) fn is_in_use(&self, samples: u32, in_use: u32) -> bool {
         let missed = u64::from((samples.wrapping_sub(self.sampled) as i32).unsigned_abs());
         let rounds = u64::from(CYCLES) * u64::from(in_use.max(1));
@@ -231,7 +234,7 @@ impl Members {
         let position = self.position(endpoint);
         let known = position.ok().and_then(|index| self.list.get_mut(index));
         match (known, evidence) {
-            // Its probe reply, or another replica, says that it has an agent now.
+            // A probe reply, its own or another replica's, says that it has an agent now.
             (Some(known), Evidence::Hearsay) if known.rank == AGENTLESS => {
                 if self.tally.candidates >= MAX_CANDIDATES {
                     return false;
@@ -292,8 +295,8 @@ impl Members {
         }
     }
 
-    /// Records that Envoy used a replica whose response had no report. If the replica has never reported, or Envoy's policy
-    /// had stopped using it, it is agentless from now on. Returns whether the blob must be written.
+    /// Records that Envoy used a replica whose response had no report. If the replica has never reported, or Envoy's
+    /// policy had stopped using it, it is agentless from now on. Returns whether the blob must be written.
     pub fn served_unreported(&mut self, endpoint: Endpoint, now: Micros) -> bool {
         let (stamp, sampled) = (now.stamp(), self.samples);
         let position = self.position(endpoint);
@@ -384,9 +387,9 @@ impl Members {
         self.observe(endpoint, probe, evidence, now)
     }
 
-    /// Replaces the members by `fleet`, each with its weight in units of 1/16 of the mean, and forgets all others.
-    /// This is for a proxy that provides its host set, and needs no samples. `fleet` must be sorted by endpoint and free
-    /// of duplicates. Returns the previous membership, or `None` if nothing changes and the blob need not be written.
+    /// Replaces the members by `fleet`, each with its weight in units of 1/16 of the mean, and forgets all others. This
+    /// is for a proxy that provides its host set, and needs no samples. `fleet` must be sorted by endpoint and free of
+    /// duplicates. Returns the previous membership, or `None` if nothing changes and the blob need not be written.
     pub fn assign(&mut self, fleet: &[(Endpoint, u16)], now: Micros) -> Option<Self> {
         let stamp = now.stamp();
         let stale = |member: &Member| stamp.distance_ms(member.seen) >= MEMBER_TTL_MS / 2;
@@ -443,8 +446,8 @@ impl Members {
         self.list.iter().any(|member| member.is_expired(stamp, sampled)) || self.is_quiet(stamp)
     }
 
-    /// Forgets replicas that have not been heard from for too long while others were heard from. Returns whether the blob
-    /// must be written.
+    /// Forgets replicas that have not been heard from for too long while others were heard from. Returns whether the
+    /// blob must be written.
     pub fn expire(&mut self, now: Micros) -> bool {
         let (excused, before) = (self.excuse(now), self.list.len());
         let (stamp, sampled) = (now.stamp(), self.samples > 0);
@@ -453,8 +456,8 @@ impl Members {
         excused || self.list.len() != before
     }
 
-    /// If no member has been heard from recently, treats all members as just heard from. Returns whether the blob must be
-    /// written.
+    /// If no member has been heard from recently, treats all members as just heard from. Returns whether the blob must
+    /// be written.
     fn excuse(&mut self, now: Micros) -> bool {
         let quiet = self.is_quiet(now.stamp());
         if quiet {
@@ -469,8 +472,8 @@ impl Members {
         members.peek().is_some() && members.all(|member| now.distance_ms(member.seen) >= QUIET_MS)
     }
 
-    /// Returns up to `count` distinct targets, drawn uniformly from the candidates and the members in use that `skip` does not
-    /// exclude. If none is left, all but the agentless ones are eligible.
+    /// Returns up to `count` distinct targets, drawn uniformly from the candidates and the members in use that `skip`
+    /// does not exclude. If none is left, all but the agentless ones are eligible.
     pub fn sample(&self, count: usize, rng: &mut impl Rng, skip: impl Fn(Endpoint) -> bool) -> Vec<Target> {
         let eligible = |member: &Member| matches!(member.rank, CANDIDATE | IN_USE) && !skip(member.endpoint);
         let wanted = self.draw(count, rng, eligible);
@@ -480,8 +483,8 @@ impl Members {
         }
     }
 
-    /// Returns up to `count` distinct targets, drawn uniformly from the members in use that `skip` does not exclude, for a
-    /// request that waits.
+    /// Returns up to `count` distinct targets, drawn uniformly from the members in use that `skip` does not exclude,
+    /// for a request that waits.
     pub fn sample_in_use(
         &self,
         count: usize,
@@ -491,8 +494,8 @@ impl Members {
         self.draw(count, rng, |member| member.rank == IN_USE && !skip(member.endpoint))
     }
 
-    /// Returns the homes of `hint` among the members in use that `skip` does not exclude, the first one first. This takes a
-    /// few nanoseconds per member.
+    /// Returns the homes of `hint`, in order, among the members in use that `skip` does not exclude. This takes a few
+    /// nanoseconds per member.
     pub fn homes(&self, hint: HintHash, skip: impl Fn(Endpoint) -> bool) -> [Option<Target>; HOMES] {
         let mut homes: [Option<(u64, &Member)>; HOMES] = [None; HOMES];
         for member in self.list.iter().filter(|member| member.rank == IN_USE && !skip(member.endpoint)) {

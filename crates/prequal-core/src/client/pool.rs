@@ -1,29 +1,30 @@
 //! The probe pool: recent load reports of replicas, and the rule that picks one (paper §4).
 //!
-//! [`PoolState`] *is* the blob that the workers of an Envoy share, except for vacant entries: fixed layout, fixed arrays,
-//! plain bytes. Picking and recording never allocate.
+//! [`PoolState`] *is* the blob that the workers of an Envoy share, except for vacant entries: fixed layout, fixed
+//! arrays, plain bytes. Picking and recording never allocate.
 //!
-//! - **Select by predicted latency** (`pool/predicted.rs`): the lowest cost wins, and costs that are nearly as low count as
-//!   equal. Among equals, replicas below their knee take turns; beyond the knee the lowest RIF wins. Occasionally a replica
-//!   that looks worse is tried.
-//! - **Select by hot and cold** (lexicographic): an entry is *hot* when its RIF exceeds ([`HotRule::Gt`], §4) or reaches
-//!   ([`HotRule::Ge`], §5.3) θ, the `q_rif` quantile of recently reported RIFs. If any entry is cold, the cold entry with
-//!   the lowest latency wins; otherwise the lowest RIF wins. With fewer than two entries the pool makes no choice, and
-//!   the caller's own policy serves the request.
-//! - **Unknown latency**: an idle replica that reports no latency ranks first. Picking it raises its RIF in the pool, so it
-//!   gets one request; then, as a *busy* unknown, it ranks last until it has answered. This brings traffic back to a healed
-//!   replica (`docs/design/adr/0002-unknown-latency.md`).
+//! - **Select by predicted latency** (`pool/predicted.rs`): the lowest cost wins, and costs that are nearly as low
+//!   count as equal. Among equals, replicas below their knee ([`crate::server::capacity`]) take turns; beyond the knee
+//!   the lowest RIF wins. Occasionally a replica that looks worse is tried.
+//! - **Select by hot and cold** (lexicographic): an entry is *hot* when its RIF exceeds ([`HotRule::Gt`], §4) or
+//!   reaches ([`HotRule::Ge`], §5.3) θ, the `q_rif` quantile of recently reported RIFs. If any entry is cold, the cold
+//!   entry with the lowest latency wins; otherwise the lowest RIF wins. With fewer than two entries the pool makes no
+//!   choice, and the caller's own policy serves the request.
+//! - **Unknown latency**: an idle replica that reports no latency ranks first. Picking it raises its RIF in the pool,
+//!   so it gets one request; then, as a *busy* unknown, it ranks last until it has answered. This brings traffic back
+//!   to a recovered replica (`docs/design/adr/0002-unknown-latency.md`).
 //! - **An entry leaves the pool** when it is older than `max_age_ms`, is used up ([`crate::client::pool::reuse`]), is
-//!   replaced by a newer report of the same replica, is the oldest when another replica's report needs room, or is removed:
-//!   `r_remove` per pick, the oldest and the worst alternately.
+//!   replaced by a newer report of the same replica, is the oldest when another replica's report needs room, or is
+//!   removed: `r_remove` per pick, the oldest and the worst alternately.
 //! - **Envoy's own placement** stays in force ([`crate::client::members`]): an entry also leaves once the policy's
-//!   samples no longer meet its replica. Where weights differ, RIF counts relative to the weight, and within the latency
-//!   band the choice depends on weighted RIF and chance. Equal replicas then share by weight at any load, and a slow
-//!   replica is still avoided. When Envoy refuses most choices, because it knows of failures that the probe cluster's
-//!   policy does not know, steering pauses. The requests that Envoy places meanwhile show when steering can resume.
+//!   samples no longer meet its replica. Where weights differ, RIF counts relative to the weight, and within the
+//!   latency band the choice depends on weighted RIF and chance. Equal replicas then share by weight at any load, and a
+//!   slow replica is still avoided. When Envoy refuses most choices, because it knows of failures that the probe
+//!   cluster's policy does not know, steering pauses. The requests that Envoy places meanwhile show when steering can
+//!   resume.
 //! - **Ejected replicas** ([`crate::client::ejection`]) are not in the pool: the caller does not record their reports.
-//! - **A young replica** takes a share that grows with its age over [`PoolSettings::slow_start_ms`]. This does not apply
-//!   while at least half of the pool is young, because then the whole fleet is new.
+//! - **A young replica** takes a share that grows with its age over [`PoolSettings::slow_start_ms`]. This does not
+//!   apply while at least half of the pool is young, because then the whole fleet is new.
 //! - **Probes due** are decided in the same step ([`Budget`]).
 
 use std::borrow::Cow;
@@ -63,7 +64,8 @@ use settings::{CROWD, FULL_SHARE};
 pub enum Branch {
     /// Hot and cold: the lowest latency among the cold replicas. Predicted latency: the best replica is not saturated.
     Cold,
-    /// Hot and cold: the lowest RIF, because all replicas were hot. Predicted latency: even the best is beyond its knee.
+    /// Hot and cold: the lowest RIF, because all replicas were hot. Predicted latency: even the best is beyond its
+    /// knee.
     Hot,
     /// A replica that looks worse got the request, as a chance to prove otherwise.
     Trial,
@@ -223,8 +225,9 @@ impl PoolState {
         self.pick_first(settings, now, rng, probes, &rule, tried)
     }
 
-    /// Like [`Self::pick`], by a caller's ranking: the entry with the lowest `score` is chosen, the highest is the worst.
-    /// Scores must not be NaN. All other rules of the pool apply (paper §5.2: Linear and C3 on Prequal's probing).
+    /// Like [`Self::pick`], by a caller's ranking: the entry with the lowest `score` is chosen, the highest is the
+    /// worst. Scores must not be NaN. All other rules of the pool apply (paper §5.2: Linear and C3 on Prequal's
+    /// probing).
     pub fn pick_scored<G: Rng>(
         &mut self,
         settings: &PoolSettings,
@@ -243,8 +246,8 @@ impl PoolState {
         Pick { replica: Some(trial.replica), branch: Branch::Cold, trial: true, ..fallback }
     }
 
-    /// Returns the choice for a request that goes to an agentless replica, or with `None` to the caller's own policy. While the
-    /// pool cannot choose either, the caller's own policy places requests on all replicas.
+    /// Returns the choice for a request that goes to an agentless replica, or with `None` to the caller's own policy.
+    /// While the pool cannot choose, that policy places all requests, on all replicas.
     pub fn pick_unreported(
         &mut self,
         settings: &PoolSettings,
@@ -563,14 +566,14 @@ impl PoolState {
         age(one) < age(other)
     }
 
-    /// Whether the pool holds every replica in use, so that Envoy's own policy could choose no other. The guard against bursts
-    /// would only replace known loads by chance.
+    /// Whether the pool holds every replica in use, so that Envoy's own policy could choose no other. The burst guard
+    /// would then only replace known loads by chance.
     fn is_whole(&self) -> bool {
         self.members > 0 && u32::from(self.entry_count) + u32::from(self.ejected) >= self.members
     }
 
-    /// Whether even the best replica has far more in flight than usual: requests were sent faster than reports arrive, so the
-    /// pool is out of date.
+    /// Whether even the best replica has far more in flight than usual: requests were sent faster than reports arrive,
+    /// so the pool is out of date.
     fn overflows(&self, settings: &PoolSettings, now: Stamp, index: usize) -> bool {
         let load = self.entries.get(index).map_or(0, Entry::load);
         match self.theta(settings, now) {
@@ -581,7 +584,8 @@ impl PoolState {
         }
     }
 
-    /// Whether the fleet is new, or its latencies have been forgotten: the few known replicas must not carry all of the load.
+    /// Whether the fleet is new, or its latencies have been forgotten: the few known replicas must not carry all of the
+    /// load.
     fn is_learning(&self, settings: &PoolSettings, now: Stamp) -> bool {
         settings.burst_guard && (self.has_grown(now) || now.distance_ms(self.busy_since) < GROWING_MS)
     }
@@ -622,8 +626,8 @@ impl PoolState {
         settings.capacity(self.members, oldest)
     }
 
-    /// Pool size from which the rates of reuse and removal are computed: that of [`Self::capacity`]. A small fleet fits
-    /// whatever the age of its reports; its size gives the same rates, and saves the search for the oldest report.
+    /// Pool size from which the rates of reuse and removal are computed: the result of [`Self::capacity`]. A small
+    /// fleet always fits into the pool, so its size gives the same rates without a search for the oldest report.
     fn room(&self, settings: &PoolSettings, now: Stamp) -> usize {
         if settings.holds_whole(self.members) { self.members as usize } else { self.capacity(settings, now) }
     }

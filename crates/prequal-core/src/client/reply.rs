@@ -15,8 +15,8 @@ pub struct Reply {
 }
 
 impl Reply {
-    /// Reads the reply to a probe. `verified` is true if the proxy writes the address of the host that answered into the
-    /// reply.
+    /// Reads the reply to a probe. `verified` is true if the proxy writes the address of the host that answered into
+    /// the reply.
     ///
     /// # Errors
     /// Why it is not a reply, or is ambiguous.

@@ -1,5 +1,5 @@
-//! The selection rules that keep their own state in each worker: what a worker learns from its own requests is not shared
-//! (`docs/reference/configuration.md`). The hot/cold rule and the linear rule need only the pool.
+//! The selection rules that keep their own state in each worker: what a worker learns from its own requests is not
+//! shared (`docs/reference/configuration.md`). The predicted, hot/cold and linear rules need only the pool.
 //!
 //! The rules without probes learn the membership from requests that the proxy's own policy places. For this purpose, a
 //! request is occasionally not steered.

@@ -12,7 +12,7 @@ use crate::wire::orca::backend::Metric;
 pub struct ClusterConfig {
     /// Name of the serving cluster in Envoy.
     pub cluster: String,
-    /// Name of the cluster over the same endpoints through which probes are sent.
+    /// Name of the cluster that probes are sent through; it has the same endpoints as `cluster`.
     pub probe_cluster: String,
     /// Settings of the pool.
     pub pool: PoolSettings,
@@ -36,7 +36,7 @@ pub struct ProbeSettings {
     pub piggyback: bool,
 }
 
-/// How the choice reaches Envoy's cluster selection.
+/// How the choice reaches Envoy's host selection.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Shim {
     /// `stateful_session` in header mode (default): honours health, outlier ejection and draining.
@@ -58,13 +58,13 @@ pub struct ChoiceSettings {
     pub sync: SyncSettings,
     /// Source of the query hints that synchronous probes carry.
     pub hint: Option<HintSource>,
-    /// Metric that a rule without probes reads as utilisation from replicas' own reports in the format of ORCA; `None`:
-    /// such reports are not read.
+    /// Metric of replicas' own ORCA reports that a rule without probes uses as utilisation; `None`: such reports are
+    /// not read.
     pub orca: Option<Metric>,
-    /// Share of usable hosts below which a priority is in panic, per cent, 0 (never) to 100. Only for hosts of the balancer that
-    /// are themselves Envoy's policy.
+    /// Share of usable hosts below which a priority is in panic, per cent, 0 (never) to 100. Used only where the
+    /// balancer is itself Envoy's policy (the native module).
     pub healthy_panic_threshold: u32,
-    /// Whether requests are shared by the weights of localities. Only for those hosts, too.
+    /// Whether requests are shared by the weights of localities. Used only in the native module.
     pub locality_weighted: bool,
 }
 

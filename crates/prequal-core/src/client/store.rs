@@ -1,8 +1,8 @@
 //! The store of the state that the workers of a host share.
 //!
-//! A balancer asks its [`Store`] for three values: the pool, the membership and the ejection table. A host whose workers
-//! share no memory implements [`SharedData`], bytes by key with compare-and-swap, and gets the store from [`Cas`]. A host
-//! with one memory uses [`Memory`], which changes values in place.
+//! A balancer asks its [`Store`] for three values: the pool, the membership and the ejection table. A host whose
+//! workers share no memory implements [`SharedData`], bytes by key with compare-and-swap, and gets the store from
+//! [`Cas`]. A host whose balancers need not share values uses [`Memory`], which changes values in place.
 
 use crate::shared::blob::Blob;
 use crate::shared::cas::{self, OwnCopy, Place, UpdateEnd, Updated};

@@ -2,11 +2,11 @@
 //! calls have ended, or the deadline has passed. The rule of [`crate::client::pool`] then chooses among the answers
 //! ([`crate::client::pool::PoolState::pick_among`]). θ comes from the RIFs of earlier answers.
 //!
-//! A request with a hint also waits for the answer of the hint's first home ([`crate::wire::hint`]), because that answer usually
-//! decides. It always compares two answers.
+//! A request with a hint also waits for the answer of the hint's first home ([`crate::wire::hint`]), because that
+//! answer usually decides. Such a request always compares two answers.
 //!
-//! The adapter sends the probes and keeps the request waiting. If no answer is usable, the pool chooses. It holds the
-//! answers to earlier requests, including late ones.
+//! The adapter sends the probes and keeps the request waiting. If no answer is usable, the pool chooses. The pool holds
+//! the answers to earlier requests, including late ones.
 
 use bytemuck::Zeroable;
 
@@ -76,7 +76,8 @@ pub struct Waiting {
 impl Waiting {
     /// Creates the state of a request that has probed `asked` replicas of the `d` in the settings.
     ///
-    /// It needs `d − 1` answers. In a fleet smaller than `d`, one answer may be missing too, but a comparison needs two.
+    /// It needs `d − 1` answers. In a fleet smaller than `d`, one answer may be missing too, but a comparison needs
+    /// two.
     pub fn new(d: usize, asked: usize) -> Self {
         let needed = asked.saturating_sub(1).max(2).min(d.saturating_sub(1)).min(asked).max(1);
         let vacant = Answer {
@@ -88,8 +89,8 @@ impl Waiting {
         Self { needed, open: asked, count: 0, homes: [None; HOMES], answers: [vacant; MAX_ASKED] }
     }
 
-    /// As [`Self::new`], for a request that has also probed the `homes` of its hint. With homes, it needs two answers even if
-    /// `d` is 2.
+    /// As [`Self::new`], for a request that has also probed the `homes` of its hint. With homes, it needs two answers
+    /// even if `d` is 2.
     pub fn for_homes(d: usize, asked: usize, homes: [Option<Target>; HOMES]) -> Self {
         let waiting = Self::new(d, asked);
         let homes = homes.map(|home| home.map(|home| home.replica));

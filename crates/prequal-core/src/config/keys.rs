@@ -1,6 +1,7 @@
-//! Every key of the configuration, declared once: where it is allowed, what it needs, the values that it accepts, where its
-//! value is stored, and its text in the reference. Parser and writer use tables that the compiler derives from this one, so
-//! that none of the texts gets into the module for Envoy. Defaults depend on the profile (`profile.rs`).
+//! Every key of the configuration, declared once: where it is allowed, what it needs, the values that it accepts, where
+//! its value is stored, and its text in the reference. The parser and the writer use tables that the compiler derives
+//! from this one, so that the module for Envoy contains none of the texts. Defaults depend on the profile
+//! (`profile.rs`).
 
 use std::ops::RangeInclusive;
 
@@ -20,8 +21,8 @@ pub struct Key {
     pub name: &'static str,
     /// Where the key is allowed.
     pub scope: Scope,
-    /// Whether operators may need it; at most 20 keys are of this kind. The others are for other rules and for
-    /// experiments.
+    /// Whether operators may need it; at most 20 keys are of this kind. The others are for rules other than the default
+    /// and for experiments.
     pub everyday: bool,
     /// Another key, and the value that it must have; otherwise this key is refused.
     pub needs: Option<(&'static str, &'static str)>,
@@ -167,9 +168,8 @@ pub const KEYS: &[Key] = &[
     .absent("none")
     .from("§4")
         .means(
-            "part of the request whose hash its probes carry, so that a replica can report that it has the data cached; \
-             two of the replicas that are probed (one if `sync_d` is 2) are the homes of the hash, and preferred; see \
-             [below](#hints)",
+            "part of the request; probes carry its hash, so that a replica can report that it has the data cached. Two of \
+             the probed replicas (one if `sync_d` is 2) are the homes of the hash and are preferred; see [below](#hints)",
         ),
     both("max_age_ms", "ms", Whole(10, 60_000))
         .at(U32(|s| Some(&mut s.pool.max_age_ms)))
@@ -224,8 +224,8 @@ pub const KEYS: &[Key] = &[
         .with_probes()
         .from("§4")
         .means(
-            "maximum number of reports in the pool, one per replica, if the fleet is too large to be kept whole \
-             (`scale_removal`) and requests are too rare to keep more reports fresh",
+            "maximum number of reports in the pool, one per replica. `scale_removal` allows more in a fleet of up to 64 \
+             replicas, and while all reports are fresh",
         ),
     advanced("q_rif", "quantile", Number(0.0, 1.0))
         .at(F64(|s| Some(&mut s.pool.q_rif)))
@@ -265,7 +265,7 @@ pub const KEYS: &[Key] = &[
     advanced("reuse_cap", "uses", Whole(1, 10_000))
         .at(U32(|s| Some(&mut s.pool.reuse_cap)))
         .with_probes()
-        .means("maximum number of uses of one report; equation (1) is undefined for n ≤ m"),
+        .means("maximum number of uses of one report; equation (1) is undefined if the fleet fits into the pool (n ≤ m)"),
     advanced("budget", "", OneOf(&["adaptive", "fixed"]))
         .with_probes()
         .means("number of probes: as many as the age of the reports requires, or a fixed number per request"),
@@ -278,16 +278,16 @@ pub const KEYS: &[Key] = &[
     advanced("discovery_interval_ms", "ms", Whole(10, 60_000))
         .at(U32(|s| Some(&mut s.pool.discovery_interval_ms)))
         .means(
-            "interval between discovery probes, which Envoy's own policy places and which find replicas; shorter above 20 \
-             replicas and while replicas come into use, longer where requests are too few to pay for them",
+            "interval between discovery probes, which find replicas because Envoy's own policy places them; shorter above \
+             20 replicas and while replicas come into use, longer where requests are too few to pay for the probes",
         ),
     advanced("idle_probe_interval_ms", "ms", Whole(0, 3_600_000))
         .at(U32(|s| Some(&mut s.probe.idle_interval_ms)))
         .with_probes()
         .from("§4")
         .means(
-            "time without requests after which one worker sends a pool's worth of probes; repeated until the saved probes (at \
-             most 24) are used up; 0: never",
+            "time without requests after which one worker sends `pool_size` probes (fewer in a smaller fleet); repeated \
+             until the saved probes (at most 24) are used up; 0: never",
         ),
     advanced("probe_timeout_ms", "ms", Whole(1, 10_000))
         .at(U64(|s| Some(&mut s.probe.timeout_ms)))
@@ -298,8 +298,8 @@ pub const KEYS: &[Key] = &[
         .at(Flag(|s| Some(&mut s.probe.piggyback)))
         .with_probes()
         .means(
-            "use the reports on responses as well as those of probes; 15 of 16 samples of replicas to probe then leave out \
-             those that reported within the last tenth of `max_age_ms`",
+            "use the reports on responses as well as those of probes. Then 15 of 16 draws of replicas to probe leave out the \
+             replicas that reported within the last tenth of `max_age_ms`",
         ),
     advanced("burst_guard", "", Bool)
         .at(Flag(|s| Some(&mut s.pool.burst_guard)))

@@ -1,15 +1,16 @@
 //! Estimates how fast a replica is, and how much it can serve at once, from its requests in flight.
 //!
 //! While `r` requests are in flight, a replica of base latency **W** and knee **K** finishes them at the rate
-//! `min(r, K) / W`: beyond K, further requests only wait. [`Levels`] records for each level `r` how long it lasted and
-//! how many good responses left it. It also records how many requests arrived as the `r`-th and how long they took. All
-//! of these fade with a time constant of [`FADES_US`]. The fit takes W and K from two likelihoods:
+//! `min(r, K) / W`: beyond K, further requests only wait. [`Levels`] records for each level `r` how long it lasted,
+//! T\[r\], and how many good responses left it, D\[r\]. It also records how many requests arrived as the `r`-th,
+//! n\[r\], and how long they took, S\[r\]. All of these fade with a time constant of [`FADES_US`]. The fit takes W and
+//! K from two likelihoods, where N is the number of good responses:
 //!
 //! - Departures are a Poisson process of that rate: ℓ(k) = Σ D\[r\]·ln min(r, k) − N·ln E(k), with
 //!   E(k) = Σ min(r, k)·T\[r\].
 //! - A request that arrives as the `r`-th takes an exponential time of mean W·max(1, r / K):
-//!   ℓ₂(k) = −Σ n\[r\]·ln max(1, r/k) − N·ln(Σ S\[r\] / max(1, r/k) / N). Alone, the first likelihood finds knees
-//!   that do not exist where service times are constant, because departures then come in lockstep.
+//!   ℓ₂(k) = −Σ n\[r\]·ln max(1, r/k) − N·ln(Σ S\[r\] / max(1, r/k) / N). Alone, the first likelihood finds knees that
+//!   do not exist where service times are constant, because departures then come together.
 //!
 //! K is the smallest `k` whose sum ℓ + ℓ₂ is within 0.5 of the best: a higher knee needs evidence. W is E(K) / N.
 //! `docs/design/adr/0008-predicted-latency.md` has the alternatives with their curves.
@@ -37,7 +38,7 @@ const DOUBT: f64 = 0.5;
 const LEAST: f64 = 0.5;
 /// Minimum time between fits, microseconds.
 const FIT_EVERY_US: u64 = 10_000;
-/// Age beyond which a good response renews the fit, microseconds.
+/// Age of the fit beyond which a good response renews it, microseconds.
 const FIT_AT_LEAST_US: u64 = 3_000_000;
 /// Departures are a burst if the time between them is at most 1/`TOGETHER` of the later one's latency.
 const TOGETHER: u32 = 128;
@@ -143,8 +144,8 @@ impl Levels {
         (self.level, self.since) = (after, Some(now));
     }
 
-    /// Records that another worker's request arrived or left at `at`, like [`Self::moved`], unless the update is late. A
-    /// late update changes nothing, because later updates already include it.
+    /// Records that another worker's request arrived or left at `at`, like [`Self::moved`], unless the update is late.
+    /// A late update changes nothing, because later updates already include it.
     pub fn heard(&mut self, at: Micros, before: u32, after: u32) {
         if self.since.is_none_or(|since| at >= since) {
             self.moved(at, before, after);
@@ -199,8 +200,8 @@ impl Levels {
     }
 
     /// Returns base latency and knee, including the time since the last event; `None` until a good response has left.
-    /// While too few have left recently, the last fit is kept. With `leaving`, a request that is about to leave counts as
-    /// departed; otherwise its time would count without its end.
+    /// While too few have left recently, the last fit is kept. With `leaving`, a request that is about to leave counts
+    /// as departed; otherwise its time would count without its end.
     pub fn capacity(&mut self, now: Micros, leaving: bool) -> Option<Capacity> {
         let fresh = self.fitted_at.is_some_and(|at| now.distance(at) < FIT_EVERY_US);
         if !fresh || (leaving && self.fit.is_none()) {
@@ -250,7 +251,8 @@ impl Levels {
             took_each -= row.took / k;
             // Rounding may leave slightly negative sums above the highest level.
             let each = (took + k * took_each).max(TINY) / all.met.max(TINY);
-            // One logarithm serves N·ln E and N·ln of the mean. A second one for requests about to leave is not worth it.
+            // One logarithm serves N·ln E and N·ln of the mean. A second one for requests about to leave is not worth
+            // it.
             let score = (gain + met * log - log_met - all.left * (effort * each).max(TINY).ln()) / weight;
             best = if score > best { score } else { best };
             self.scores.push((score, effort));

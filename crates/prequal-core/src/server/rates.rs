@@ -2,9 +2,9 @@
 //! average.
 //!
 //! Load reports in the format of ORCA need these values ([`crate::wire::orca`]); this module does not decide what is
-//! reported. All three are means over the same fading time: what happened one time constant ago counts 1/e. A window with
-//! a sharp end would make traffic oscillate between equal replicas at 80 % load, because many requests leave such a
-//! window at once.
+//! reported. All three are means over the same fading time: what happened one time constant ago counts 1/e. A window
+//! with a sharp end would make traffic oscillate between equal replicas at 80 % load, because many requests leave such
+//! a window at once.
 
 use crate::shared::outcome::Outcome;
 use crate::shared::time::Micros;
@@ -97,8 +97,8 @@ impl Rates {
         self.means(now, 0.0)
     }
 
-    /// Like [`Self::over`], with the request that is leaving now counted as ended. Otherwise a replica that rarely serves
-    /// requests would report none.
+    /// Like [`Self::over`], with the request that is leaving now counted as ended. Otherwise a replica that rarely
+    /// serves requests would report none.
     pub fn over_with_leaving(&mut self, now: Micros) -> Window {
         self.means(now, 1.0)
     }

@@ -1,8 +1,8 @@
 //! Load, failures and age as a replica measures them itself, and the report made from them.
 //!
-//! The embedder counts the requests: the agent counts all of them, a worker of an Envoy its own. If there are several workers,
-//! each records the results of the others' requests ([`Replica::record`]) and is given the number of all requests in flight
-//! ([`Replica::report_at`]).
+//! The embedder counts the requests: the agent counts all of them, a worker of an Envoy its own. If there are several
+//! workers, each records the results of the others' requests ([`Replica::record`]) and is given the number of all
+//! requests in flight ([`Replica::report_at`]).
 
 use std::sync::Arc;
 
@@ -37,14 +37,14 @@ pub struct Replica {
 }
 
 impl Replica {
-    /// Creates an idle replica that can serve since `up`.
+    /// Creates an idle replica that has been able to serve since `up`.
     pub fn new(config: TrackerConfig, up: Option<Micros>) -> Self {
         let (tracker, failures) = (Tracker::new(config), FailureShare::default());
         Self { tracker, failures, rates: None, backend: None, up }
     }
 
-    /// Starts to count rates for [`Self::orca`], as means that fade with a time constant of `window_us`. If rates are counted
-    /// already, only the time constant changes.
+    /// Starts to count rates for [`Self::orca`], as means that fade with a time constant of `window_us`. If rates are
+    /// counted already, only the time constant changes.
     pub fn count_rates(&mut self, now: Micros, window_us: u64) {
         match &mut self.rates {
             Some(rates) => rates.set_window(now, window_us),
@@ -71,8 +71,8 @@ impl Replica {
     }
 
     /// Like [`Self::backend_reports`], with a report that counts for `fresh_us`. It replaces the previous report, but
-    /// does not shorten the time for which that one would have counted, because a report on a response arrives between
-    /// two reports of a stream.
+    /// counts for at least as long as that one would have: a report on a response may arrive between two reports of a
+    /// stream.
     pub fn backend_reports_for(&mut self, now: Micros, report: BackendReport, fresh_us: u64) {
         let until = Micros(now.0.saturating_add(fresh_us));
         let until = self.backend.as_ref().map_or(until, |(before, _)| until.max(*before));
@@ -92,7 +92,7 @@ impl Replica {
         (now <= *until).then_some(report)
     }
 
-    /// Advances the time to `now`. Call it before [`Self::record`] of the requests that have ended until then.
+    /// Advances the time to `now`. Call it before [`Self::record`] for the requests that ended before `now`.
     pub fn pass(&mut self, now: Micros) {
         if let Some(rates) = &mut self.rates {
             rates.pass(now);
@@ -150,7 +150,8 @@ impl Replica {
         self.up
     }
 
-    /// Sets the time since which the replica has been able to serve. A replica that has returned is as cold as a new one.
+    /// Sets the time since which the replica has been able to serve. A replica that has returned is as cold as a new
+    /// one.
     pub fn set_up(&mut self, up: Option<Micros>) {
         self.up = up;
     }
@@ -195,8 +196,8 @@ impl Replica {
         }
     }
 
-    /// Returns `report`, which was just made, in the ORCA format; `None` without [`Self::count_rates`]. `leaves` is true
-    /// if the report goes on the response to a request that is still counted.
+    /// Returns `report`, which was just made, in the ORCA format; `None` without [`Self::count_rates`]. `leaves` is
+    /// true if the report goes on the response to a request that is still counted.
     pub fn orca(
         &mut self,
         now: Micros,

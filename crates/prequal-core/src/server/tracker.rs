@@ -7,17 +7,19 @@
 //!   [`TrackerConfig::max_age_us`], the latency is *unknown*, which makes clients send one request to find out (see
 //!   [`crate::client::pool`]).
 //! - A request that has waited for more than [`TrackerConfig::stall_factor`] medians raises the estimate to its age, so
-//!   that a stall shows before anything finishes. It does not if a later request has finished: then the request is
-//!   heavy, not stuck. Below this threshold, the age says little. It is low wherever many requests have just arrived, so
-//!   counting it would send even more requests there (1.74x load in the simulator: p99.9 997 ms, against 558).
+//!   that a stall shows before anything finishes. It does not raise the estimate if a later request has finished: then
+//!   the request is heavy, not stuck. Below this threshold, the age says little. The age is low wherever many requests
+//!   have just arrived, so counting it would send even more requests there (in the simulator, at 1.74x load, p99.9 was
+//!   then 997 ms instead of 558).
 //! - The time that a request waits for its client (a slow upload or download) does not count.
 //! - Failures and aborts are never samples. A replica that only fails would stay unknown, so every client would try it.
 //!   Instead it reports [`TrackerConfig::failure_latency_us`] for `max_age_us` after a failure.
 //!
-//! The tracker also counts what [`crate::server::capacity`] needs: how many requests are at the server, and for how long. A
-//! request that takes [`LONG`] times as long as the others, while [`OVERTAKEN`] of them pass it, no longer counts there.
-//! Otherwise one request in 500 that takes a thousand times as long makes its replica look two or three times as slow, and
-//! clients move to the others, although the replica answers everything else in time. Its truncated time does count.
+//! The tracker also counts what [`crate::server::capacity`] needs: how many requests are at the server, and for how
+//! long. A request that takes ten times as long as the others, while ten of them pass it, no longer counts as at the
+//! server. Otherwise one request in 500 that takes a thousand times as long makes its replica look two or three times
+//! as slow, and clients move to the others, although the replica answers everything else in time. The time until it is
+//! left out does count.
 //!
 //! The tracker does not synchronise: embedders wrap it in a mutex (every operation is O(1) amortised). Where several
 //! workers of an Envoy serve one replica, each has its own tracker, receives the total number of requests in flight,
@@ -34,7 +36,7 @@ use crate::shared::time::{MAX_LATENCY_US, Micros};
 pub struct TrackerConfig {
     /// Age beyond which samples are forgotten. Default 15 s: a replica that no client picks is tried again that often.
     /// With a much shorter age, the estimate at a rarely reached RIF comes from lower RIFs, and is too low exactly when
-    /// it matters (1.74x load in the simulator: 5 s does as well as 15, at 1 s queries time out).
+    /// it matters (in the simulator, at 1.74x load, 5 s does as well as 15 s, but with 1 s queries time out).
     pub max_age_us: u64,
     /// Number of medians beyond which a waiting request raises the estimate. Default 3; 0 means never (the paper).
     pub stall_factor: u32,
@@ -86,7 +88,8 @@ impl Ticket {
 pub struct Present {
     /// Number of requests in flight.
     pub rif: u32,
-    /// Of those, streams, very long requests, and requests that wait for their client.
+    /// Number of those that are not at the server: streams, very long requests, and requests that wait for their
+    /// client.
     pub away: u32,
 }
 
@@ -126,7 +129,8 @@ struct Open {
 pub struct Tracker {
     config: TrackerConfig,
     rif: u32,
-    /// Of those, streams, very long requests, and requests that wait for their client.
+    /// Number of those that are not at the server: streams, very long requests, and requests that wait for their
+    /// client.
     away: u32,
     /// All requests in flight. Those that may be stuck (at the server and not overtaken) are linked in order of age.
     in_flight: InFlight<Open>,
@@ -336,13 +340,13 @@ impl Tracker {
         Present { rif: self.rif, away: self.away }
     }
 
-    /// Returns base latency and knee, where the RIF counts the requests in flight here; `None` until a request has been
-    /// served.
+    /// Returns base latency and knee, for a RIF that counts the requests in flight here; `None` until a request has
+    /// been served.
     pub fn capacity(&mut self, now: Micros) -> Option<Capacity> {
         self.capacity_after(now, self.away, None)
     }
 
-    /// Like [`Self::capacity`], where the RIF includes `away` requests that are not at the server, and after `leaving`
+    /// Like [`Self::capacity`], for a RIF that includes `away` requests that are not at the server, and after `leaving`
     /// has left with a good response.
     pub fn capacity_after(&mut self, now: Micros, away: u32, leaving: Option<Visit>) -> Option<Capacity> {
         let capacity = self.levels.capacity(now, leaving.is_some())?;
@@ -356,7 +360,7 @@ impl Tracker {
     }
 
     /// Like [`Self::latency`], where `rif` requests are in flight here and elsewhere, not counting `leaving`, which is
-    /// about to leave. A stall shows only where the waiting requests are.
+    /// about to leave. A stall shows only in the tracker that counts the waiting requests.
     pub fn latency_at(&self, now: Micros, rif: u32, leaving: Option<Visit>) -> Option<u32> {
         let centre = bucket_of(rif);
         match self.nearest_median(centre, now, self.config.max_age_us) {
@@ -389,10 +393,11 @@ impl Tracker {
     }
 }
 
-/// Multiple of the expected latency beyond which an overtaken request is very long. With 5, where one request in twenty takes
-/// 80 times as long as the others, its end comes as a surprise; beyond 20, very long requests are recognised too late.
+/// Multiple of the expected latency beyond which an overtaken request is very long. Half of it also takes requests apart that
+/// are merely long; with twice as much, very long ones still raise the estimate (ADR 8).
 const LONG: f64 = 10.0;
-/// Number of requests that must have succeeded since it was first overtaken. If the replica itself has become slow, fewer do.
+/// Number of requests that must have succeeded since the long one was first overtaken. If the replica itself has become
+/// slow, fewer do.
 const OVERTAKEN: u64 = 10;
 
 /// Recent samples for one RIF (or a narrow range of them).

@@ -1,9 +1,10 @@
 //! Decides which requests go to replicas without an agent. Membership (`members.rs`) decides which replicas those are.
 //!
 //! While agents are rolled out or rolled back, some replicas report and others do not. Choosing only among those that
-//! report would leave the others idle, and a few replicas would get the requests of the whole fleet. Therefore each agentless
-//! replica gets its fair share, and among them the one with the fewest of this worker's requests in flight comes first, as
-//! in Envoy's `least_request`. Where they are the majority, the proxy's own policy places all requests.
+//! report would leave the others idle, and a few replicas would get the requests of the whole fleet. Therefore each
+//! agentless replica gets its fair share. Among them, the one with the fewest of this worker's requests in flight is
+//! chosen, as in Envoy's `least_request`. Where agentless replicas are the majority, the proxy's own policy places all
+//! requests.
 
 use rand::Rng;
 
@@ -11,12 +12,13 @@ use crate::client::members::{Members, Placement};
 use crate::shared::endpoint::Endpoint;
 use crate::shared::time::Micros;
 
-/// Minimum time between two requests left to the proxy's own policy to find agentless replicas, microseconds. It doubles
-/// with each that finds none, because a replica whose probes are not answered may also be dead.
+/// Minimum time between two requests left to the proxy's own policy to find agentless replicas, microseconds. It
+/// doubles with each such request that finds none, because a replica whose probes are not answered may also be dead.
 const EXPLORE_US: u64 = 500_000;
-/// Maximum of that time, microseconds. After twice this long without such a request, the minimum applies again.
+/// Maximum to which this time doubles, microseconds. After twice this long without such a request, the minimum applies
+/// again.
 const EXPLORE_MAX_US: u64 = 60_000_000;
-/// Minimum number of other requests between them.
+/// Minimum number of other requests between two such requests.
 const EXPLORE_EVERY: u32 = 64;
 
 /// Who chooses the replica of a request.
@@ -26,7 +28,7 @@ pub(super) enum Chooser {
     Pool,
     /// An agentless replica gets the request.
     Agentless(Endpoint),
-    /// The proxy's own policy, which may show a replica without an agent.
+    /// The proxy's own policy, which may choose and so reveal a replica without an agent.
     Explorer,
     /// The proxy's own policy, because most replicas have no agent.
     Proxy,
@@ -48,8 +50,8 @@ pub(super) struct Agentless {
 }
 
 impl Agentless {
-    /// Records that a probe was not answered. Only the proxy's own policy can show whether a replica without an agent is the
-    /// reason.
+    /// Records that a probe was not answered. Only the proxy's own policy can show whether a replica without an agent
+    /// is the reason.
     pub(super) fn probe_unanswered(&mut self) {
         self.unanswered = true;
     }
@@ -59,8 +61,8 @@ impl Agentless {
         self.wait_us = EXPLORE_US;
     }
 
-    /// Decides who chooses. `unexplained` says whether a replica may have no agent although no probe has shown it; `usable`,
-    /// whether an agentless replica may be chosen.
+    /// Decides who chooses. `unexplained` is true if some replica of a known fleet has neither reported nor been found
+    /// agentless. `usable` is true if an agentless replica may be chosen.
     pub(super) fn chooser(
         &mut self,
         members: &Members,
@@ -119,7 +121,7 @@ impl Agentless {
         }
     }
 
-    /// Records that such a request has ended.
+    /// Records that a request to an agentless replica has ended.
     pub(super) fn ended(&mut self, replica: Endpoint) {
         if let Some(index) = self.in_flight.iter().position(|(known, _)| *known == replica)
             && let Some((_, count)) = self.in_flight.get_mut(index)

@@ -1,17 +1,17 @@
 //! Decides when a balancer asks the proxy which replica served a request, even though the response names the chosen
 //! replica.
 //!
-//! Nearly always, the chosen replica did serve it, and asking costs up to a tenth of what a request costs. But the proxy
-//! may have diverted the request to another replica, after a failure or because it would not use the chosen one, and that
-//! replica may claim to be the chosen one. The balancer would then miss the failure and record an invented load. Both
-//! require a diversion, so for a while after one, the balancer asks about every response. Otherwise it asks about one
-//! response in [`EVERY`], so that a lying replica cannot hide the diversions themselves.
+//! Nearly always, the chosen replica did serve the request, and asking costs up to a tenth of what a request costs. But
+//! the proxy may have diverted the request to another replica, after a failure or because it would not use the chosen
+//! one, and that replica may claim to be the chosen one. The balancer would then miss the failure and record an
+//! invented load. Both require a diversion, so for a while after one, the balancer asks about every response. Otherwise
+//! it asks about one response in [`EVERY`], so that a lying replica cannot hide the diversions themselves.
 
 use crate::shared::time::Micros;
 
 /// Without a recent diversion, the balancer asks about one response in this many.
 const EVERY: u8 = 16;
-/// Time after a diversion during which it asks about every response, microseconds.
+/// Time after a diversion during which the balancer asks about every response, microseconds.
 const DOUBT_US: u64 = 10_000_000;
 
 /// One worker's doubts about the responses of one upstream cluster.

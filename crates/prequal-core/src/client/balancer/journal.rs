@@ -31,7 +31,7 @@ pub(super) enum Update {
     /// The proxy refused to use the replica.
     Refused(Micros, Endpoint),
     EndCooldown(Endpoint),
-    /// The number of replicas in use and the number of samples of the policy.
+    /// The number of replicas in use, and the number of samples of Envoy's own policy (`members.rs`).
     Members(Micros, u32, u32),
 }
 
@@ -41,7 +41,7 @@ pub(super) struct Journal<S: Store> {
     ejections: S::Value<EjectionTable>,
     /// The ejection table as this worker last read it. It is up to date while the pool follows its version.
     pub(super) table: EjectionTable,
-    /// Time at which the table was read, and the number of milliseconds after which a trial may be due.
+    /// Time at which the table was read, and the number of milliseconds from then until a trial may be due.
     next_trial: Option<(Stamp, u32)>,
     pending: Vec<Update>,
     /// Number of updates at the front of `pending` that the ejection table already contains. If writing the pool fails,
@@ -192,8 +192,8 @@ fn update_ejections<G: Rng>(
 }
 
 impl Update {
-    /// Whether this update may change the ejection table. `table` is the worker's copy, or `None` if no replica is ejected or
-    /// watched.
+    /// Whether this update may change the ejection table. `table` is the worker's copy, or `None` if no replica is
+    /// ejected or watched.
     fn concerns_ejections(&self, settings: &PoolSettings, table: Option<&EjectionTable>) -> bool {
         match *self {
             Self::Health(at, replica, Event::Answered { .. }) => {
@@ -223,7 +223,7 @@ impl Update {
                     pool.record(settings, at, replica, load, placement, rng);
                 }
             }
-            // The report that made it attractive is out of date; its next report may bring it back.
+            // The report that made the replica attractive is out of date. The next report may bring the replica back.
             Self::Health(_, replica, Event::Failed { .. }) => pool.forget(replica),
             Self::Health(..) => {}
             Self::Introduce(_, replica) if ejections.is_some_and(|table| table.is_ejected(replica)) => {}

@@ -13,9 +13,9 @@ use crate::shared::time::Micros;
 use crate::wire::report::LoadReport;
 
 impl<S: Store, C: Counters> Balancer<S, C> {
-    /// Replaces the membership by `fleet`, for a proxy that provides its host set: each replica, in any order, with its
-    /// weight in units of 1/16 of the mean. Call it on one worker only, because the workers' host sets differ for a
-    /// moment after a change. The other workers adopt the result at their next tick.
+    /// Replaces the membership by `fleet`: each replica, in any order, with its weight in units of 1/16 of the mean.
+    /// This is for a proxy that provides its host set. Call it on one worker only, because the workers' host sets
+    /// differ for a moment after a change. The other workers adopt the result at their next tick.
     pub fn set_fleet<G: Rng>(&mut self, now: Micros, fleet: &mut Vec<(Endpoint, u16)>, rng: &mut G) {
         fleet.sort_unstable();
         fleet.dedup_by_key(|(replica, _)| *replica);
@@ -38,8 +38,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         self.apply(now, rng);
     }
 
-    /// Records that, according to the proxy, the replica served a request, with `report` on the response if there was one.
-    /// Returns its placement.
+    /// Records that, according to the proxy, the replica served a request, with `report` on the response if there was
+    /// one. Returns its placement.
     pub(super) fn confirm(
         &mut self,
         now: Micros,

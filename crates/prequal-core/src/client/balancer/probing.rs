@@ -22,15 +22,16 @@ use crate::wire::report::LoadReport;
 const UNIFORM_SAMPLES: u32 = 16;
 
 impl<S: Store, C: Counters> Balancer<S, C> {
-    /// Returns the targets of the probes that are due: distinct sampled replicas, and `None` for each probe whose replica the
-    /// probe cluster's policy chooses.
+    /// Returns the targets of the probes that are due: distinct sampled replicas, and `None` for each probe whose
+    /// replica the probe cluster's policy chooses.
     pub fn targets<G: Rng>(&mut self, due: ProbesDue, now: Micros, rng: &mut G) -> Vec<Option<Target>> {
         let addressed = due.addressed as usize;
         let mut targets = Vec::new();
         if addressed > 0 {
             let Self { config, counters, journal, membership, .. } = self;
-            // If only probes are used, the sample is uniform (paper §4). Otherwise it is only sometimes, so that a replica whose
-            // responses report its load often enough is still probed, and a blocked path to its probe port shows.
+            // If only the reports of probes are used, the sample is uniform (paper §4). Otherwise most samples leave
+            // out replicas that have just reported. The other samples are uniform, so that a replica with frequent
+            // reports on responses is still probed, and a blocked path to its probe port shows.
             let spares_fresh = config.probe.piggyback && !rng.random_ratio(1, UNIFORM_SAMPLES);
             let fresh_ms = if spares_fresh { config.pool.max_age_ms / 10 } else { 0 };
             let read = journal.pool.update(|pool| {
@@ -45,10 +46,11 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         targets.into_iter().map(Some).chain(repeat_n(None, unaddressed)).collect()
     }
 
-    /// Returns the replicas to probe for a request that is to wait for its own probes, and the state of its wait. With fewer
-    /// than two replicas there is nothing to compare.
+    /// Returns the replicas to probe for a request that is to wait for its own probes, and the state of its wait. With
+    /// fewer than two replicas there is nothing to compare.
     ///
-    /// The homes of the request's hint come first, at most `d` − 1 of them. The others are drawn at random.
+    /// The homes of the request's hint (`wire/hint.rs`) come first, at most `d` − 1 of them. The others are drawn at
+    /// random.
     pub fn ask<G: Rng>(&mut self, hint: Option<HintHash>, rng: &mut G) -> (Vec<Target>, Waiting) {
         let Journal { watched, table, .. } = &self.journal;
         let (members, d) = (self.membership.members(), self.config.choice.sync.d);
@@ -64,10 +66,10 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         (targets, waiting)
     }
 
-    /// Handles the reply to a probe of `asked` (`None` if the probe had no address), and uses what can be trusted.
-    /// Updates the membership, and returns the load of the replica that answered if it can be trusted. Even a rejected
-    /// reply can provide a load: that of a host other than the one asked. The reply to a `hinted` probe is scaled for one
-    /// query, so it is not recorded as the replica's load.
+    /// Handles the reply to a probe of `asked` (`None` if the probe had no address). Updates the membership, and
+    /// returns the load of the replica that answered if it can be trusted. Even a rejected reply can provide a load:
+    /// that of a host other than the one asked. The load in the reply to a `hinted` probe is scaled for one query, so
+    /// it is not recorded as the replica's load.
     pub fn replied(
         &mut self,
         now: Micros,
@@ -133,7 +135,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
                 }
                 return Ok((self.probed(now, asked.replica, report), ProbeEnd::Used));
             }
-            // The proxy does not know the host that was asked, so its policy chose another: the probe has become a sample.
+            // The proxy does not know the host that was asked, so its policy chose another: the probe has become a
+            // sample.
             self.forget(now, asked.replica);
         }
         let end = if asked.is_some() { ProbeEnd::WrongEndpoint } else { ProbeEnd::Used };
@@ -145,7 +148,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
                 if report.probe_endpoint != Some(host) {
                     return Err(ProbeEnd::WrongEndpoint);
                 }
-                // The host is a separate probe port. A request has to show that it belongs to the named replica.
+                // The host is a separate probe port. A request must show that this port belongs to the named replica.
                 self.hear_of(now, named, report);
                 return Ok((None, end));
             }
@@ -167,8 +170,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         Answer { replica, load: Load::from(report), placement, home: None }
     }
 
-    /// Like [`Self::sample_met`], for a member whose report cannot be read. Otherwise the policy would seem to pass it
-    /// over, and the others would seem to have greater weights.
+    /// Like [`Self::sample_met`], for a member whose report cannot be read. Otherwise the policy would seem to avoid
+    /// that member, and the others would seem to have greater weights.
     fn sample_met_unread(&mut self, now: Micros, asked: Option<Target>, host: Option<Endpoint>) {
         let met = host.filter(|_| asked.is_none() && self.config.pool.verified_probes);
         if let Some((host, replica)) =
@@ -190,8 +193,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         }
     }
 
-    /// Notes the replica that a reply names. Returns its placement if it is a member. Any other name may be invented; it
-    /// gets one request, which shows whether the proxy knows it.
+    /// Notes the replica that a reply names. Returns its placement if it is a member. Any other name may be invented:
+    /// its endpoint gets one request, which shows whether the proxy knows it.
     fn hear_of(&mut self, now: Micros, replica: Endpoint, report: &LoadReport) -> Option<Placement> {
         let (probe, evidence) = (report.probe_endpoint, Evidence::Hearsay);
         self.note(now, Note::Observed { replica, probe, evidence });

@@ -25,8 +25,8 @@ pub trait Witness {
     fn attempts(&self) -> u64;
 }
 
-/// A request, from [`begin`](super::Balancer::begin) to [`ended`](super::Balancer::ended). The default value is a request
-/// that was not placed.
+/// A request, from [`begin`](super::Balancer::begin) to [`ended`](super::Balancer::ended). The default value is a
+/// request that was not placed.
 #[derive(Debug, Default)]
 pub struct Request {
     /// The choice. The host sends the probes that are due with it.
@@ -34,7 +34,7 @@ pub struct Request {
     /// Target of a retry, if the proxy can be given one.
     pub runner_up: Option<Endpoint>,
     pub(super) began: Micros,
-    /// The request to the chosen replica until its outcome is known; `None` if it is not watched.
+    /// The request as ejection tracks it, until its outcome is known; `None` if ejection does not track it.
     pub(super) flight: Option<Flight>,
     /// Whether the request is a trial that has been answered.
     pub(super) trial: bool,
@@ -62,7 +62,7 @@ impl Request {
         self.response_load = (rif, utilisation);
     }
 
-    /// Stores the utilisation from the trailers, unless the headers had one. Only then is `read` called, to read the trailers.
+    /// Stores the utilisation that `read` finds in the trailers. If the headers had one, `read` is not called.
     pub fn set_late_utilisation(&mut self, read: impl FnOnce() -> Option<f64>) {
         self.response_load.1 = self.response_load.1.or_else(read);
     }

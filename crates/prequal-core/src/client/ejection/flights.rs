@@ -1,19 +1,19 @@
 //! One worker's requests in flight: which of them have waited too long, and how many succeeded between two failures.
 //!
-//! A request waits for its replica once it has been sent completely: the time that the client takes to send it is not the
-//! replica's fault. The limit of a request is [`EjectionSettings::wait_factor`] times the 90th percentile of this
+//! A request waits for its replica once it has been sent completely: the time that the client takes to send it is not
+//! the replica's fault. The limit of a request is [`EjectionSettings::wait_factor`] times the 90th percentile of this
 //! worker's latest response times, or the 99th percentile if that is higher. The latter matters where, for example, one
-//! request in twenty takes 80 times as long as the others: a healthy replica whose slots are all busy with such requests
-//! does not answer for that long. The limit is proportionally higher for a replica whose reported latency exceeds that of
-//! a typical answer, and four times as high for one that does not know its latency.
+//! request in twenty takes 80 times as long as the others: a healthy replica whose slots are all busy with such
+//! requests does not answer for that long. The limit is proportionally higher for a replica whose reported latency
+//! exceeds that of a typical answer, and four times as high for one that does not know its latency.
 //!
 //! A request beyond its limit is a sign of an unresponsive replica only if no request sent to the replica after it has
-//! been answered. Where one query in a hundred is slow, later ones overtake it, but none overtakes the first query that
-//! meets a stall. This must hold in two checks in a row. After the worker itself was blocked, everything looks overdue at
-//! first, because the answers have not been read yet.
+//! been answered. Where one request in a hundred is slow, later requests overtake it. During a stall, no request
+//! overtakes the first one that is stuck. A request must be overdue in two checks in a row: after the worker itself was
+//! blocked, every request looks overdue at first, because the answers have not been read yet.
 //!
-//! Every operation is O(1) on average. It allocates only when more requests are in flight, or more replicas in use, than ever
-//! before.
+//! Every operation is O(1) on average. It allocates only when more requests are in flight, or more replicas in use,
+//! than ever before.
 
 use std::collections::HashMap;
 use std::hash::BuildHasherDefault;
@@ -66,7 +66,7 @@ pub struct Overdue {
     pub replica: Endpoint,
     /// Whether the waiting request is a trial.
     pub trial: bool,
-    /// Whether the replica had reported an ordinary latency when the request was sent.
+    /// Whether the replica had reported an ordinary latency (at most twice the typical one) when the request was sent.
     pub ordinary: bool,
 }
 
@@ -85,7 +85,7 @@ pub struct Flights {
     replicas: HashMap<Endpoint, ReplicaState, BuildHasherDefault<Fnv>>,
     window: Box<[u32]>,
     answers: usize,
-    /// Microseconds; both 0 until enough answers have come.
+    /// Common limit and median of the latest response times, microseconds; both 0 until enough answers have come.
     limit_us: u32,
     typical_us: u32,
     looks: Looks,
@@ -149,8 +149,8 @@ impl Flights {
         }
     }
 
-    /// Records a request to `replica`, which last reported a latency of `latency_us`. The wait starts once the request is
-    /// `whole`, now or [later](Self::completed).
+    /// Records a request to `replica`, which last reported a latency of `latency_us`. The wait starts once the request
+    /// is `whole`, now or [later](Self::completed).
     pub fn sent(
         &mut self,
         now: Micros,
@@ -201,7 +201,8 @@ impl Flights {
         let request = self.in_flight.remove(flight.0)?;
         let latency_us = u32::try_from(now.saturating_since(request.started)).unwrap_or(u32::MAX);
         let requests = self.seen(request.replica, now, |seen| {
-            // Otherwise, after a step back of the clock, no request would start later than this for a long time.
+            // A time in the future means that the clock has stepped back. If it were kept, no request would start later
+            // for a long time.
             let known = if seen.answered > now { Micros(0) } else { seen.answered };
             seen.answered = known.max(request.started);
             let good = seen.take_requests(now);
@@ -243,14 +244,14 @@ impl Flights {
         self.replicas.iter().filter(is_well).count() as u32
     }
 
-    /// Records that the request ended without evidence about the replica: the client went away, or Envoy sent the request
-    /// elsewhere.
+    /// Records that the request ended without evidence about the replica: the client went away, or Envoy sent the
+    /// request elsewhere.
     pub fn gone(&mut self, flight: Flight) {
         self.in_flight.remove(flight.0);
     }
 
-    /// Returns the next unresponsive replica. Call it often, each time until it returns `None`; a call checks only a few
-    /// requests.
+    /// Returns the next unresponsive replica. Call it often, each time until it returns `None`; a call checks only a
+    /// few requests.
     pub fn overdue(&mut self, now: Micros) -> Option<Overdue> {
         let before = self.looks.before(now);
         for _ in 0..LOOKS {
@@ -261,8 +262,8 @@ impl Flights {
             }
             self.in_flight.unlink(index);
             if stepped || before.saturating_since(request.started) < u64::from(request.limit_us) {
-                // After a step back of the clock, the request starts now. A slow replica has a longer limit: its request
-                // is checked again after another common limit, so that the list stays in order.
+                // After a step back of the clock, the request starts now. A slow replica has a longer limit: its
+                // request is checked again after another common limit, so that the list stays in order.
                 let again = now.plus(u64::from(self.limit_us.max(1)));
                 let place = self.in_flight.get_mut(index)?;
                 (place.started, place.check_at) = (request.started.min(now), again);
@@ -292,8 +293,8 @@ impl Flights {
         self.len() == 0
     }
 
-    /// Time after which a request to a replica that reports `latency_us` is overdue, microseconds; 0: never. A trial shows
-    /// whether the replica is as good as the others, so its limit is the common one.
+    /// Time after which a request to a replica that reports `latency_us` is overdue, microseconds; 0: never. A trial
+    /// shows whether the replica is as good as the others, so its limit is the common one.
     fn limit_for(&self, latency_us: Option<u32>, trial: bool) -> u32 {
         let slower = match latency_us {
             _ if trial => 1.0,
@@ -312,7 +313,8 @@ impl Flights {
         if let Some(place) = self.window.get_mut(self.answers % WINDOW) {
             *place = latency_us;
         }
-        // A wrap to zero would leave no answers to sort. `WINDOW` divides the range of the count, so the order is preserved.
+        // If the count wrapped to zero, there would be no answers to sort. It wraps to `WINDOW`, which divides its
+        // range, so that the order is preserved.
         self.answers = self.answers.checked_add(1).unwrap_or(WINDOW);
         if !self.answers.is_multiple_of(LEARN_EVERY) {
             return;
@@ -355,8 +357,8 @@ struct Looks {
 }
 
 impl Looks {
-    /// Returns the time of the last check that was at least [`LOOK_US`] before this one. A request counts only if it was
-    /// overdue then.
+    /// Returns the time of the last check that was at least [`LOOK_US`] before this one. A request counts only if it
+    /// was overdue at that time already.
     fn before(&mut self, now: Micros) -> Micros {
         if now < self.last {
             (self.last, self.before) = (now, now);

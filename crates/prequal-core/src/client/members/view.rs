@@ -1,4 +1,5 @@
-//! One worker's copy of the shared membership, with the notes that it has not shared yet. The caller decides when to share.
+//! One worker's copy of the shared membership, with the notes that it has not shared yet. The caller decides when to
+//! share.
 
 use super::{Evidence, Members};
 use crate::shared::endpoint::Endpoint;
@@ -6,9 +7,9 @@ use crate::shared::time::Micros;
 
 /// Maximum number of waiting notes: the number of samples in a tick at their highest rate.
 const MAX_NOTES: usize = 256;
-/// Notes are shared once their number reaches the number of members divided by this. Each note then costs four times what
-/// sharing costs per member. In a small fleet, notes are therefore shared at once. In any fleet, far less than a round of
-/// samples is unknown to other workers.
+/// Notes are shared once their number reaches the number of members divided by this. In a small fleet, notes are
+/// therefore shared at once. The cost of sharing is proportional to the number of members, so that each note costs four
+/// times as much as one member. In any fleet, far less than a round of samples is unknown to other workers.
 const PART: usize = 4;
 
 /// A worker's observation about the membership.
@@ -127,10 +128,11 @@ impl View {
         !self.notes.is_empty() || self.members.is_expired(now)
     }
 
-    /// Applies the notes to the `stored` membership, forgets the replicas there that have not been heard from for too long,
-    /// and adopts the result. Returns whether it must be written; once it is written, call [`Self::shared`].
+    /// Applies the notes to the `stored` membership, forgets the replicas there that have not been heard from for too
+    /// long, and adopts the result. Returns whether it must be written; once it is written, call [`Self::shared`].
     pub fn share(&mut self, stored: &mut Members, now: Micros) -> bool {
-        // This comes before the notes: a note that ends a long silence is not evidence about the other replicas.
+        // A long silence is excused before the notes are applied: a note that ends it is not evidence about the other
+        // replicas.
         let mut changed = stored.excuse(now);
         self.refused = 0;
         for (at, note) in &self.notes {

@@ -1,5 +1,7 @@
 //! C3's scoring function (NSDI '15) on Prequal's pool, as the paper compares it (§5.2): q̂ = 1 + os·n + q̄ and
-//! Ψ = (R̄ − 1/µ̄) + q̂³/µ̄, lowest first. C3's rate control is left out, as in the paper.
+//! Ψ = (R̄ − 1/µ̄) + q̂³/µ̄, lowest first. C3's rate control is left out, as in the paper. Here os is the number of
+//! outstanding requests and n the number of clients; q̄, R̄ and 1/µ̄ are the averages of RIF, client-side and
+//! server-side response time.
 
 use std::collections::HashMap;
 
@@ -13,7 +15,7 @@ pub const SAMPLE_WEIGHT: f64 = 0.9;
 /// Default number of clients that share the replicas.
 pub const DEFAULT_CLIENTS: u32 = 1;
 
-/// ReplicaStats that one client keeps of every replica.
+/// Statistics that one client keeps of every replica.
 #[derive(Clone, Debug, Default)]
 pub struct C3 {
     /// Number of clients that share the replicas, n.

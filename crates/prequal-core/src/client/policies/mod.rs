@@ -1,13 +1,14 @@
-//! Selection rules other than Prequal's own, which a cluster can be configured to use, each with its source and constants.
+//! Selection rules other than Prequal's own, each with its source and constants. A cluster can be configured to use
+//! one.
 //!
 //! | module | policy | source |
 //! |---|---|---|
-//! | [`peak_ewma`] | Peak EWMA, Po2C and full scan | Finagle |
+//! | [`peak_ewma`] | Peak EWMA, with two choices or a full scan | Finagle |
 //! | [`zuul`] | choice of two by three factors | Netflix, "Rethinking Netflix's Edge Load Balancing" |
 //! | [`linear`], [`c3`] | scores of the entries in Prequal's pool | paper §5.2 and appendix A; C3 (NSDI '15) |
 //!
-//! The first two need no probes. They implement [`Policy`] over replicas numbered from 0, and [`probe_free`] maps the cluster's
-//! replicas, which come and go, to those numbers. The simulator has further policies, for comparison only.
+//! The first two need no probes. They implement [`Policy`] over replicas numbered from 0, and [`probe_free`] maps the
+//! cluster's replicas, which come and go, to those numbers. The simulator has further policies, for comparison only.
 
 use rand::RngCore;
 
@@ -32,7 +33,7 @@ pub trait Policy {
 
 /// A policy whose replicas come and go.
 pub trait Elastic: Policy {
-    /// Adds an unknown replica under the next number.
+    /// Adds a replica without history under the next number.
     fn join(&mut self);
 
     /// Removes a replica; the last one takes its number.

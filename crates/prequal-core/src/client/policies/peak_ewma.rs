@@ -1,8 +1,8 @@
 //! Peak EWMA (Finagle): the moving average of a replica's round-trip time, multiplied by the requests in flight plus
 //! one. The average jumps up to every peak and decays slowly.
 //!
-//! On a sample r after a gap t: w = e^(−t/τ); cost = r if r > cost, else cost·w + r·(1−w). A read first observes r = 0.
-//! A replica with requests in flight and no sample costs [`PENALTY_NS`] plus their number.
+//! On a sample r after a gap t: w = e^(−t/τ); cost = r if r > cost, else cost·w + r·(1−w). Each read of the cost first
+//! takes a sample r = 0. A replica with requests in flight and no sample costs [`PENALTY_NS`] plus their number.
 
 use rand::RngCore;
 

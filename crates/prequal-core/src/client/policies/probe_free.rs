@@ -74,7 +74,7 @@ impl ProbeFree {
                 changed = true;
             }
         }
-        // Replicas leave in the order of their seats, so that the same events always result in the same numbers.
+        // Replicas leave in the order of their numbers, so that the same events always result in the same numbers.
         let leaving: Vec<Endpoint> =
             self.seats.iter().filter(|seat| gone.contains_key(seat)).copied().collect();
         leaving.iter().for_each(|replica| self.leave(*replica));

@@ -94,7 +94,7 @@ impl Zuul {
             && !(probation && self.in_flight.of(replica) > 0)
     }
 
-    /// Draws a random replica that passes the filter, or any replica after [`ATTEMPTS`].
+    /// Draws a random replica that passes the filter, or any replica after [`ATTEMPTS`] attempts.
     fn draw(&self, now: Micros, other_than: Option<usize>, rng: &mut dyn RngCore) -> usize {
         let mut drawn = 0;
         for _ in 0..ATTEMPTS {
@@ -147,8 +147,8 @@ impl Elastic for Zuul {
 }
 
 /// Parses the value of [`HEADER_UTILISATION`], `<current>[, target=<target>]`: the current share of the replica's
-/// capacity. A number above 1 or with a `%` is a percentage. Returns `None` for anything else, and for more than ten
-/// times full.
+/// capacity. A number above 1 or with a `%` is a percentage. Returns `None` for anything else, and for a share above
+/// 10.
 pub fn parse_utilisation(text: &str) -> Option<f64> {
     let current = text.split(',').next()?.trim();
     let (number, per_cent) = match current.strip_suffix('%') {

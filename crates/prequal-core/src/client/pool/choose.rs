@@ -38,8 +38,8 @@ impl PoolState {
     }
 
     /// Chooses among `answers` by the pool's own rule (synchronous mode, see [`crate::client::sync_mode`]). Answers of
-    /// replicas that are cooling down do not count. If no answer is left, or steering pauses, the pool itself chooses. Under the predicted
-    /// latency, a home of the request's hint is chosen unless it costs far more than the others.
+    /// replicas that are cooling down do not count. If no answer is left, or steering pauses, the pool itself chooses.
+    /// With predicted latency, a home of the request's hint is chosen unless it costs far more than the others.
     ///
     /// The caller decides whether the answers are also recorded as reports in the pool ([`Self::record`]).
     pub fn pick_among<G: Rng>(
@@ -79,8 +79,8 @@ impl PoolState {
         }
     }
 
-    /// Chooses a replica for a retry: the best one other than `chosen`, among the answers if any others arrived, otherwise in
-    /// the pool.
+    /// Chooses a replica for a retry: the best one other than `chosen`, among the answers if any others arrived,
+    /// otherwise in the pool.
     pub fn runner_up<G: Rng>(
         &self,
         settings: &PoolSettings,

@@ -1,6 +1,6 @@
-//! Cooldowns: after a failure or refusal, a replica gets no requests for a fixed time. While Envoy refuses most choices,
-//! steering as a whole pauses. [`crate::client::ejection`] decides which replicas are ejected for their behaviour over
-//! time.
+//! Cooldowns: after a failure or refusal, a replica gets no requests for a fixed time. While Envoy refuses most
+//! choices, steering as a whole pauses. [`crate::client::ejection`] decides which replicas are ejected for their
+//! behaviour over time.
 
 use super::PoolState;
 use crate::shared::endpoint::Endpoint;
@@ -18,8 +18,8 @@ pub(super) struct Cooldown {
 }
 
 impl PoolState {
-    /// Records that Envoy refused the chosen replica, which then cools down for `for_ms`. When most choices are refused,
-    /// steering pauses.
+    /// Records that Envoy refused the chosen replica, which then cools down for `for_ms`. When most choices are
+    /// refused, steering pauses.
     pub fn refused(&mut self, endpoint: Endpoint, now: Micros, for_ms: u32) {
         self.cool_down(endpoint, now, for_ms);
         self.refusals_per_pick += REFUSAL_WEIGHT;

@@ -86,7 +86,7 @@ impl Entry {
 
     /// RIF scaled to a replica of average weight.
     pub(super) fn load(&self) -> u32 {
-        // Most weights are equal. Every pick asks for every entry's load, so the division counts.
+        // Most weights are equal. Every pick asks for every entry's load, so saving the division matters.
         if self.weight == Placement::UNIT {
             return self.rif.into();
         }
@@ -94,8 +94,8 @@ impl Entry {
         (u32::from(self.rif) * u32::from(Placement::UNIT)).div_ceil(u32::from(self.weight.max(1)))
     }
 
-    /// Sum of RIF and a random exponential value, relative to the weight. The random value alone would choose in proportion to
-    /// the weights; RIF alone would be weighted least request.
+    /// Sum of RIF and a random exponential value, relative to the weight. The random value alone would choose in
+    /// proportion to the weights; RIF alone would be weighted least request.
     pub(super) fn draw(&self, rng: &mut impl Rng) -> u32 {
         let chance = -2.0 * (1.0 - rng.random::<f32>()).ln();
         ((f32::from(self.rif) + chance) * 256.0 / f32::from(self.weight.max(1))) as u32

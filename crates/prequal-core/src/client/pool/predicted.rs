@@ -1,6 +1,7 @@
-//! Predicted latency: the next request goes to the replica with the lowest cost, according to the capacities that replicas
-//! report ([`crate::server::capacity`]). This module defines the cost of an entry, which entries count as equal, and when a
-//! replica that looks worse is tried. The pool decides which entries exist, and what happens to the chosen one.
+//! Predicted latency: the next request goes to the replica with the lowest cost, according to the capacities that
+//! replicas report ([`crate::server::capacity`]). This module defines the cost of an entry, which entries count as
+//! equal, and when a replica that looks worse is tried. The pool decides which entries exist, and what happens to the
+//! chosen one.
 
 use rand::Rng;
 
@@ -13,39 +14,39 @@ use crate::shared::endpoint::Endpoint;
 use crate::shared::time::Stamp;
 
 /// Entries within this factor of the lowest cost count as equal. It is wider than the noise of the estimates. With a
-/// narrow band, a replica that has recovered would never get its traffic back: it looks slow, so it is not sampled, so it
-/// keeps looking slow.
+/// narrow band, a replica that has recovered would never get its traffic back: it looks slow, so it gets no requests,
+/// so it keeps looking slow.
 const BAND: f32 = 1.35;
 /// The same factor where weights differ. Noise must not decide then, and RIF relative to the weight keeps queues
 /// balanced.
 const WEIGHTED_BAND: f32 = 2.0;
-/// The cost, in multiples of the lowest, up to which a home of the request's hint gets the request: 1.4 times the requests in
-/// flight beyond the knee. Unless homes get most of their requests, no replica keeps the data. With 4, caches are hit slightly
-/// more often, and the longest waits are half as long again.
+/// A home of the request's hint gets the request up to this cost, in multiples of the lowest. Beyond the knee, a cost
+/// of 2 means 1.4 times as many requests in flight. Unless homes get most of their requests, no replica keeps the data.
+/// With 4, caches are hit slightly more often, but the longest waits are 1.5 times as long.
 const HOME: f32 = 2.0;
 /// Credit for trials that every pick adds, in multiples of the lowest cost: at most one request in a thousand goes to a
 /// replica that looks twice as slow.
 const CREDIT: f32 = 0.001;
-/// Maximum price of a trial, in multiples of the lowest cost: one request in 4000 for a replica that looks far slower. It is
-/// also the maximum credit.
+/// Maximum price of a trial, in multiples of the lowest cost: one request in 4000 for a replica that looks far slower.
+/// It is also the maximum credit.
 const DEAREST: f32 = 4.0;
 /// Replicas that cost more than this, in multiples of the lowest cost, look far slower.
 const FAR: f32 = 2.0;
-/// Maximum price once the last trial is [`OVERDUE_MS`] ago, which happens below 500 requests a second. One request in 4000
-/// would be a trial every 40 s at 100 requests a second.
+/// Maximum price once the last trial is [`OVERDUE_MS`] ago, which happens below 500 requests a second. One request in
+/// 4000 would be a trial every 40 s at 100 requests a second.
 const DEAREST_OVERDUE: f32 = 2.0;
 /// Time after which a trial is overdue, milliseconds.
 const OVERDUE_MS: u32 = 8000;
 /// After a trial, a replica that reports at most this fraction of its earlier base latency gets another trial.
 const PROMISING: f64 = 0.8;
-/// Reports younger than this count as equally fresh, milliseconds; older ones are grouped by powers of two of it. Within
-/// milliseconds it is only chance which replica reported last, and requests would follow each other to the same replica.
+/// Reports younger than this count as equally fresh, milliseconds; older ones are grouped by powers of two of it.
+/// Within milliseconds it is only chance which replica reported last. If that decided, requests would follow each other
+/// to the same replica.
 const FRESH_MS: u32 = 32;
-/// A base latency counts as at least the base latency of half of the pool, divided by this. No fleet needs finer
-/// distinctions, and a replica that reports almost no latency gets a few requests more than the others, not all of them.
+/// A base latency counts as at least the pool's median base latency divided by this. No fleet needs finer distinctions.
+/// A replica that reports almost no latency then gets a few requests more than the others, but not all of them.
 const FASTEST: u32 = 32;
-/// A replica that has waited for a whole round of turns precedes one with this many fewer requests in flight below the
-/// knee.
+/// Below the knee, having waited for a whole round of turns outweighs this many requests in flight.
 const TURN: u32 = 5;
 /// Upper bound of a credit: more than the slowest replica at the highest RIF could cost.
 const MOST_CREDIT: f32 = 1e30;
@@ -55,8 +56,8 @@ pub(super) struct Predicted {
     /// Base latency assumed for a replica that has not reported one.
     unknown_us: u32,
     lowest: f32,
-    /// Where weights differ: the highest knee relative to its replica's weight, which replaces every knee. A replica that is
-    /// configured in Envoy to get three times as many requests can show that it serves them only if it gets them.
+    /// Where weights differ, this replaces every knee: the highest knee relative to its replica's weight. A replica
+    /// with three times the weight in Envoy can show that it serves so many requests only if it gets them.
     weighted_knee: Option<u16>,
     /// Knee of a typical replica: the upper median of the known knees.
     usual_knee: u16,
@@ -96,9 +97,9 @@ impl Predicted {
         rule
     }
 
-    /// Capacity assumed for an entry. An unknown replica is as fast as most, and is saturated by one request: it gets no
-    /// other until it has answered. A replica whose knee is open may be as capable as most, and gets the chance to show
-    /// it in steps: a new replica that gets one request at a time would otherwise never get two.
+    /// Capacity assumed for an entry. An unknown replica counts as typically fast, and as saturated by one request: it
+    /// gets no other until it has answered. An open knee may be higher than reported. It counts double, up to the
+    /// typical knee: otherwise a new replica that gets one request at a time would never get two.
     fn capacity(&self, entry: &Entry) -> Capacity {
         let capacity = entry.capacity();
         let capacity = capacity.map(|known| Capacity { base_us: known.base_us.max(self.least_us), ..known });
@@ -174,8 +175,8 @@ impl Predicted {
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub(super) struct Trials {
-    /// Credit saved, microseconds: for replicas that look slightly slower, and for those that look far slower. With a single
-    /// credit the cheap trials would always be paid first.
+    /// Credit saved, microseconds: for replicas that look slightly slower, and for those that look far slower. With a
+    /// single credit the cheap trials would always be paid first.
     credits: [f32; 2],
     /// Base latency that the tried replica reported before its trial, and the last one it reported.
     base_us: u32,
@@ -188,7 +189,7 @@ pub(super) struct Trials {
 }
 
 impl Trials {
-    /// Evaluates a report of `replica`. A healed replica gets its traffic back within a few requests, although its
+    /// Evaluates a report of `replica`. A recovered replica gets its traffic back within a few requests, although its
     /// report still includes older slow requests: it is tried again for as long as the reported latency falls.
     pub(super) fn reported(&mut self, replica: Endpoint, capacity: Option<Capacity>) {
         if replica != self.last {
@@ -207,13 +208,13 @@ impl Trials {
     }
 }
 
-/// Rank of an entry: whether its cost exceeds the lowest by more than the band; then the cost if it does, otherwise the
-/// number of requests in flight; then the age of the report, and the turn. Below its knee a replica serves at once at any
-/// RIF, so its RIF counts as zero there and turns decide. Where all requests take the same time, even spacing keeps
-/// queues short, as round robin shows.
+/// Rank of an entry. The first criterion is whether its cost is beyond the band. Entries beyond the band are ranked by
+/// cost, the others by requests in flight, then by the age of the report, then by turn. A replica below its knee serves
+/// every request at once, so its RIF counts as zero and turns decide. Where all requests take the same time, even
+/// spacing of requests keeps queues short, as in round robin.
 ///
-/// The parts are packed into one number, from the highest bit: 1 for the first, 31 for the second, 32 for the others. Every
-/// pick compares the ranks of all entries.
+/// The parts are packed into one number, from the highest bit: 1 for the first, 31 for the second, 32 for the others.
+/// Every pick compares the ranks of all entries.
 type PredictedRank = u64;
 
 /// The bit of [`PredictedRank`] that says that the cost exceeds the band.
@@ -280,7 +281,7 @@ impl Order for AtHome<'_> {
     }
 }
 
-/// What shows whether a pick needs any median. Most picks need none.
+/// Facts that show whether a pick needs a median. Most picks need none.
 struct Summary {
     /// Whether a base latency is unknown.
     unknown: bool,
@@ -308,7 +309,8 @@ impl Summary {
         all
     }
 
-    /// Lower median of the known base latencies; 1 if none is known. It is not needed, and not computed, while all are known.
+    /// Lower median of the known base latencies; 1 if none is known. It is not needed, and not computed, while all are
+    /// known.
     fn usual_base_us(&self, entries: &[Entry]) -> u32 {
         if !self.unknown {
             return 1;

@@ -7,7 +7,8 @@ use crate::shared::time::{Micros, Stamp};
 impl PoolState {
     /// Returns the probes to send if there has been neither a request nor a probe for `interval_ms`.
     ///
-    /// The caller writes the state back with compare-and-swap, so that only one of several workers sends probes per interval.
+    /// The caller writes the state back with compare-and-swap, so that only one of several workers sends probes per
+    /// interval.
     pub fn idle_probes(&mut self, settings: &PoolSettings, now: Micros, interval_ms: u32) -> ProbesDue {
         let stamp = now.stamp();
         if stamp.distance_ms(self.last_pick) < interval_ms {
@@ -56,8 +57,8 @@ impl PoolState {
     }
 
     /// Number of discovery probes wanted. They are the only source of reports from replicas that get no requests. With
-    /// reports on responses alone, the first two replicas to answer would get all requests, and an ejected replica would
-    /// get no trial.
+    /// reports on responses alone, the first two replicas to answer would get all requests, and an ejected replica
+    /// would get no trial.
     fn samples_wanted(&self, settings: &PoolSettings, now: Stamp) -> f32 {
         if settings.discovery_interval_ms == PoolSettings::NO_DISCOVERY {
             return 0.0;
@@ -77,7 +78,8 @@ impl PoolState {
             let together = (rate / MOST_BURSTS).floor();
             return if wanted.min(self.clock.saved) < together { 0.0 } else { wanted };
         }
-        // Here discovery probes report no load. Most of the probes that rare requests pay for must report one.
+        // Without verified probes, discovery probes provide no load. Most of the probes that rare requests pay for must
+        // provide one.
         match wanted {
             _ if !self.picks.is_multiple_of(4) => 0.0,
             2.0.. => 1.0,
@@ -90,7 +92,7 @@ impl PoolState {
 /// some of them are sent when no requests come. A cluster that gets no requests therefore soon gets no probes, and rare
 /// requests cause no more probes each than frequent ones.
 ///
-/// While no probe is answered, one is sent each time the silence has doubled.
+/// While no probe is answered, probes are sent only when the silence has doubled.
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub(super) struct Clock {
@@ -111,7 +113,7 @@ impl Clock {
         Self { saved: SAVED, wanted: 0.0, probed: never, sampled: never, unanswered: 0, asked: never }
     }
 
-    /// Whether the code above could have written these numbers.
+    /// Whether a blob may hold these numbers.
     pub(super) fn is_sound(&self) -> bool {
         [self.saved, self.wanted].iter().all(|probes| (0.0..=SAVED).contains(probes))
     }
@@ -177,7 +179,7 @@ impl Clock {
         }
         self.unanswered = self.unanswered.saturating_add(probes as u32);
         self.saved -= probes;
-        // A late worker must not set `probed` back; a step of the clock must.
+        // A late worker must not set `probed` back, but a step of the clock must.
         let late_ms = self.probed.0.wrapping_sub(now.0);
         if !(1..LATE_MS).contains(&late_ms) {
             self.probed = now;
@@ -187,7 +189,8 @@ impl Clock {
 
 /// Time after a replica comes into use during which the policy is sampled at a high rate, milliseconds.
 pub(super) const GROWING_MS: u32 = 2000;
-/// Maximum rate of discovery probes in a settled fleet, per second. At this rate a thousand replicas are sampled in 10 s.
+/// Maximum rate of discovery probes in a settled fleet, per second. At this rate a thousand replicas are sampled in
+/// 10 s.
 const MOST_SAMPLES: f32 = 105.0;
 /// Maximum number of times per second that a settled fleet is sampled. If more samples are due, several are sent
 /// together: a probe right after another costs half as much, because the caches are warm.
@@ -196,7 +199,7 @@ const MOST_BURSTS: f32 = 15.0;
 const SAVED: f32 = 32.0;
 /// Maximum number of discovery probes with one request.
 const BURST: f32 = 8.0;
-/// Number of unanswered probes up to which silence may be chance; also used as a time in milliseconds.
+/// Number of unanswered probes below which silence may be chance. The same applies below a silence of [`PATIENCE_MS`].
 const PATIENCE: u32 = 16;
 const PATIENCE_MS: u32 = 1000;
 /// Maximum delay of a late worker, milliseconds; a longer one means that the clock has stepped.

@@ -1,5 +1,5 @@
-//! Orders of the pool's entries, and the hot and cold rule: θ from the history of reported RIFs, and the rank of an entry
-//! under it. The pool decides which entries exist, and what happens to the chosen one.
+//! Orders of the pool's entries, and the hot and cold rule: θ from the history of reported RIFs, and the rank of an
+//! entry under it. The pool decides which entries exist, and what happens to the chosen one.
 
 use std::cmp::Ordering;
 use std::ops::RangeInclusive;

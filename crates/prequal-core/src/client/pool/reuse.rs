@@ -4,9 +4,9 @@ use rand::Rng;
 
 /// `b_reuse = max{1, (1+δ) / ((1 − m/n)·r_probe − r_remove)}` (paper §4, equation (1)), at most `cap`.
 ///
-/// `m` is the pool size and `n` the number of replicas. The rates are per request, and `r_probe` counts every report that
-/// arrives. The paper gives no value where the denominator is not positive (every fleet with n ≤ m). In those cases
-/// reports do not accumulate, and the result is `cap`.
+/// `m` is the pool size and `n` the number of replicas. The rates are per request, and `r_probe` counts every report
+/// that arrives. The paper gives no value where the denominator is not positive (every fleet with n ≤ m). In those
+/// cases reports do not accumulate, and the result is `cap`.
 pub fn reuse_budget(m: f64, n: f64, r_probe: f64, r_remove: f64, delta: f64, cap: f64) -> f64 {
     let denominator = (1.0 - m / n) * r_probe - r_remove;
     // Written so that NaN (n = 0) also yields the cap.

@@ -26,9 +26,9 @@ pub enum Budget {
         /// Probes per request, 0 to 16.
         r_probe: f64,
     },
-    /// Only as many probes as keep half of the pool younger than the target, discovery included. Responses report only on
-    /// replicas that were chosen. The others are explored by discovery probes, or, where Envoy does not vouch for those, by
-    /// one pool's worth of addressed probes per `max_age_ms`.
+    /// Only as many probes as keep half of the pool younger than the target, discovery included. Responses report only
+    /// on replicas that were chosen. The others are explored by discovery probes, or, where Envoy does not vouch for
+    /// those, by one pool's worth of addressed probes per `max_age_ms`.
     Adaptive {
         /// Target for the median age of the pool, milliseconds.
         target_age_ms: u32,
@@ -40,8 +40,8 @@ pub enum Budget {
 /// Checked settings of a pool; ranges are those of [`crate::config`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct PoolSettings {
-    /// Maximum number of entries of a pool that cannot hold the whole fleet, 2 to [`MAX_POOL`]. With `scale_removal` and an
-    /// adaptive budget the pool may be larger as long as all of its reports are fresh.
+    /// Maximum number of entries of a pool that cannot hold the whole fleet, 2 to [`MAX_POOL`]. With `scale_removal`
+    /// and an adaptive budget the pool may be larger as long as all of its reports are fresh.
     pub pool_size: usize,
     /// Age at which a report stops counting, from its receipt, milliseconds.
     pub max_age_ms: u32,
@@ -53,31 +53,32 @@ pub struct PoolSettings {
     pub delta: f64,
     /// Removals per pick.
     pub r_remove: f64,
-    /// Keeps a fleet of up to 64 replicas in the pool as a whole, where there is no selection bias to correct. Of a
-    /// larger fleet, keeps up to [`MAX_POOL`] reports while all are fresh. Removes entries only from a full pool, and no
-    /// more than arrive. The paper has no such bounds.
+    /// Keeps a fleet of up to 64 replicas in the pool as a whole: then there is no selection bias to correct. Of a
+    /// larger fleet, keeps up to [`MAX_POOL`] reports while all are fresh. Removes entries only from a full pool, and
+    /// no more than arrive. The paper has no such bounds.
     pub scale_removal: bool,
     /// Upper bound of equation (1).
     pub reuse_cap: u32,
     /// Number of probes.
     pub budget: Budget,
-    /// Interval between probes without an address, milliseconds, as far as the budget allows. They sample the cluster's
-    /// policy and find new replicas. They are more frequent in large fleets (n/4 a second, at most 105, up to seven at
-    /// once) and while replicas come into use (80 a second or 6n, at most 1000).
+    /// Interval between probes without an address, milliseconds, as far as the budget allows. These probes sample the
+    /// cluster's policy and find new replicas. They are more frequent in large fleets (n/4 a second, at most 105, up to
+    /// seven at once) and while replicas come into use (80 a second or 6n, at most 1000).
     pub discovery_interval_ms: u32,
     /// Whether Envoy vouches for the replica that answered a probe. If so, probes without an address provide loads too,
     /// and exploration needs no other probes.
     pub verified_probes: bool,
     /// Number of RIFs kept for θ, 8 to [`MAX_HISTORY`].
     pub rif_history: usize,
-    /// Computes θ from replies to probes alone, as in the paper: the RIFs that chosen replicas report on responses are low
-    /// for the fleet. With few probes, hardly any other RIFs are known.
+    /// Computes θ from replies to probes alone, as in the paper: chosen replicas report lower RIFs on responses than
+    /// the fleet has. If false, all reports count, because with few probes hardly any other RIFs are known.
     pub theta_of_probes: bool,
-    /// Leaves some requests to Envoy's own policy. While the fleet is being discovered, these are the requests that would
-    /// go to a replica with four requests in flight. Without this, the first two of 40 replicas would get all requests,
-    /// and refuse those that exceed their queues. Later, these are the requests for which even the best replica has more
-    /// than θ plus four in flight: Envoy's policy counts its own requests, whereas a pool that a burst has used up covers
-    /// only a sample. It does not apply to a pool that holds the whole fleet. The paper has no such rule.
+    /// Leaves some requests to Envoy's own policy. While the fleet is being discovered, these are the requests that
+    /// would go to a replica with four requests in flight. Without this, the first two of 40 replicas would get all
+    /// requests, and refuse those that exceed their queues. Later, these are the requests for which even the best
+    /// replica has more than θ plus four in flight: Envoy's policy counts its own requests, whereas a pool that a burst
+    /// has used up covers only a sample. The later rule does not apply to a pool that holds the whole fleet. The paper
+    /// has no such rules.
     pub burst_guard: bool,
     /// Conditions under which a replica is ejected.
     pub ejection: EjectionSettings,
@@ -86,14 +87,16 @@ pub struct PoolSettings {
 }
 
 impl PoolSettings {
-    /// Value of `discovery_interval_ms` that turns these probes off, because the membership is known. Users cannot set it.
+    /// Value of `discovery_interval_ms` that turns these probes off, because the membership is known. Users cannot set
+    /// it.
     pub const NO_DISCOVERY: u32 = 0;
 
     /// Maximum number of entries of a pool over `n` replicas (0 if none are known yet) whose oldest report has the age
     /// `oldest_ms`, milliseconds (`None` without a report).
     ///
-    /// A pool that cannot hold the whole fleet grows as long as even its oldest report is fresh: requests are so frequent that
-    /// their responses keep more entries up to date than `pool_size`. With a fixed number of probes it does not grow.
+    /// A pool that cannot hold the whole fleet grows as long as even its oldest report is fresh: requests are so
+    /// frequent that their responses keep more entries up to date than `pool_size`. With a fixed number of probes it
+    /// does not grow.
     pub(super) fn capacity(&self, n: u32, oldest_ms: Option<u32>) -> usize {
         let is_fresh = match self.budget {
             Budget::Adaptive { target_age_ms, .. } => {
@@ -114,8 +117,8 @@ impl PoolSettings {
         self.scale_removal && (1..=MAX_WHOLE).contains(&(n as usize))
     }
 
-    /// Number of entries that probes keep fresh in a pool over `n` replicas. Responses keep the others fresh: a fleet that is
-    /// larger than `pool_size` and has a matching request rate needs no more probes.
+    /// Number of entries that probes keep fresh in a pool over `n` replicas. Responses keep the others fresh: with a
+    /// matching request rate, a fleet larger than `pool_size` needs no more probes.
     pub(super) fn attainable(&self, n: u32) -> usize {
         if n == 0 { self.pool_size } else { self.pool_size.min(n as usize) }
     }

@@ -58,8 +58,8 @@ impl<T> Waits<T> {
         Some((self.open.remove(&request)?, ending))
     }
 
-    /// Removes and returns the requests whose deadline has passed. A clock that steps back ends all waits, as none may outlive
-    /// its deadline.
+    /// Removes and returns the requests whose deadline has passed. A clock that steps back ends all waits, as none may
+    /// outlive its deadline.
     pub fn expired(&mut self, now: Micros) -> Vec<(u32, Wait<T>)> {
         let stepped_back = now < std::mem::replace(&mut self.looked, now);
         if !stepped_back && self.earliest.is_none_or(|earliest| now < earliest) {

@@ -8,10 +8,10 @@ use crate::shared::time::Micros;
 
 /// Detects that a replica has become faster than its fit suggests: it has recovered, or a stall is over.
 ///
-/// A response is fast if it takes less than half of the base latency. Where requests differ, many are fast. A run of them
-/// is too long for chance once its probability is below e^−[`CERTAIN`]. Requests that arrive beyond the knee do not
-/// count. If they did, in a fleet without spare capacity, the estimate would be reset in each short lull, which would
-/// attract the next burst.
+/// A response is fast if it takes less than half of the base latency. Where requests differ, many responses are fast. A
+/// run of fast responses is too long for chance once its probability is below e^−[`CERTAIN`]. Requests that arrive
+/// beyond the knee do not count. If they did, in a fleet without spare capacity, the estimate would be reset in each
+/// short lull, which would attract the next burst.
 #[derive(Debug)]
 pub(super) struct FastRun {
     /// Moving average of the share of fast responses.
@@ -68,9 +68,10 @@ impl FastRun {
 pub(super) struct Beyond {
     /// Moving average of the latency of requests that arrived up to the knee, microseconds; 0 before the first.
     unhindered_us: f64,
-    /// Moving average of the share of other requests that were delayed by at least half of what a queue would add.
+    /// Moving average of the share of requests beyond the knee that were delayed by at least half of what a queue would
+    /// add.
     hindered: f64,
-    /// Time of the last of those responses.
+    /// Time of the last response to a request beyond the knee.
     at: Micros,
 }
 
@@ -88,8 +89,8 @@ impl Beyond {
         (self.hindered, self.at) = (share + (hindered - share) / REMEMBERED, now);
     }
 
-    /// Returns the share, which decreases with its age. Old evidence is forgotten, so that a replica that is never sent
-    /// requests beyond its knee is tried again.
+    /// Returns the share of hindered requests, which decreases with its age. Old evidence is forgotten, so that a
+    /// replica that is never sent requests beyond its knee is tried again.
     fn hindered_at(&self, now: Micros) -> f64 {
         let age = now.saturating_since(self.at) as f64 / FORGOTTEN_US;
         self.hindered * (1.0 - age).max(0.0)

@@ -2,8 +2,8 @@
 //! agree on: how long the replica has been up, and where its probes arrive.
 //!
 //! Each worker has its own [`Replica`], appends the results of its own requests, and reads what others have appended. A
-//! worker that reads rarely misses entries that have left the log; an estimate uses only the last [`LOG_ENTRIES`]
-//! requests anyway.
+//! worker that seldom reads misses entries that have left the log. Its estimates then leave out those requests and
+//! their time.
 
 use std::borrow::Cow;
 

@@ -1,9 +1,9 @@
-//! Slots: a place for each VM's counts, and a heartbeat that shows whether the VM is still alive.
+//! Slots: a place for the counts of each Wasm VM, and a heartbeat that shows whether the VM is still alive.
 //!
-//! The table is a blob in shared data. The counts are kept elsewhere, in one gauge per slot, which only the slot's owner
-//! writes, as an absolute value. A dead VM stops writing. Once its heartbeat is older than [`DEAD_MS`], any other VM
-//! frees the slot, and every reader sets the gauges of free slots to zero. A VM that had merely hung finds that it has
-//! lost its slot, and claims another. Its counts are then correct again, because they never depended on the gauge.
+//! The table is a blob in shared data. The counts are kept elsewhere, in one gauge per slot, which only the slot's
+//! owner writes, as an absolute value. A dead VM stops writing. Once its heartbeat is older than [`DEAD_MS`], any other
+//! VM frees the slot, and every reader sets the gauges of free slots to zero. A VM that had merely hung finds that it
+//! has lost its slot, and claims another. Its counts are then correct again, because they never depended on the gauge.
 //!
 //! The table also lists the replicas that are counted, so that every VM knows which gauges exist. Even a VM that serves
 //! no requests, such as the one on Envoy's main thread, cleans up after the others.
