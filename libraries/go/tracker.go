@@ -25,6 +25,10 @@ const (
 	failureLatencyUs = 1_000_000
 	buckets          = 128
 	samples          = 8
+	// Multiple of the expected latency beyond which an overtaken request is very long.
+	long = 10
+	// Number of requests that must have succeeded since it was first overtaken.
+	overtaken = 10
 )
 
 // visit is a request in flight.
@@ -32,15 +36,22 @@ type visit struct {
 	arrived uint64
 	// When it last came to the server. Linked visits are in this order.
 	since uint64
-	// If it waits for its client: when that wait began.
-	awaySince    uint64
-	away, stream bool
-	// Time that its client took before since, microseconds.
+	// If it is away (a stream, a very long request, or one that waits for its client): since when.
+	awaySince       uint64
+	away, staysAway bool
+	// Time that it was away before since, microseconds.
 	awayUs                  uint64
 	rifAtArrival, arrivedAs uint32
-	// Neighbours in the list of requests that may be stuck, in order of age.
+	// Number of successes when it was first overtaken.
+	overtakenAt uint64
+	// The list that it is in, if any, and its neighbours there.
+	list       *visits
 	prev, next *visit
-	linked     bool
+}
+
+// visits is a list of requests in order of age.
+type visits struct {
+	oldest, newest *visit
 }
 
 type sample struct {
@@ -55,10 +66,13 @@ type bucket struct {
 }
 
 type tracker struct {
-	rif, away      uint32
-	oldest, newest *visit
-	levels         levels
-	buckets        [buckets]bucket
+	rif, away uint32
+	// Requests at the server that may be stuck, and those that later ones have overtaken.
+	waiting, overtaken visits
+	// Number of requests that have succeeded.
+	successes uint64
+	levels    levels
+	buckets   [buckets]bucket
 	// Highest bucket ever used plus one.
 	used        int
 	lastFailure uint64
@@ -68,7 +82,7 @@ type tracker struct {
 func (t *tracker) start(now uint64) *visit {
 	before := t.rif - t.away
 	v := &visit{arrived: now, since: now, rifAtArrival: t.rif, arrivedAs: before + 1}
-	t.link(v)
+	t.waiting.link(v)
 	t.rif++
 	t.levels.moved(now, before+1)
 	return v
@@ -77,14 +91,14 @@ func (t *tracker) start(now uint64) *visit {
 func (t *tracker) finish(v *visit, now uint64, outcome Outcome) {
 	level := t.rif - t.away
 	t.rif--
-	t.unlink(v)
-	client := v.awayUs
+	v.unlink()
+	awayUs := v.awayUs
 	if v.away {
-		client += since(now, v.awaySince)
+		awayUs += since(now, v.awaySince)
 		t.away--
 		level = 0
 	}
-	latency := uint32(min(since(since(now, v.arrived), client), maxLatencyUs))
+	latency := uint32(min(since(since(now, v.arrived), awayUs), maxLatencyUs))
 	if level > 0 {
 		t.levels.moved(now, level-1)
 	}
@@ -94,18 +108,41 @@ func (t *tracker) finish(v *visit, now uint64, outcome Outcome) {
 		t.buckets[index].push(sample{latency, now})
 		t.used = max(t.used, index+1)
 		t.levels.served(now, level, v.arrivedAs, latency)
-		// Older requests have been overtaken: they are heavy, not stuck.
-		for t.oldest != nil && t.oldest.since < v.since {
-			t.unlink(t.oldest)
-		}
+		t.overtake(v.since)
+		t.setLongOnesApart(now)
 	case Failure:
 		t.lastFailure, t.hasFailed = now, true
 	}
 }
 
+// overtake marks the requests at the server since before time as overtaken: they are heavy, not stuck.
+func (t *tracker) overtake(time uint64) {
+	t.successes++
+	for v := t.waiting.oldest; v != nil && v.since < time; v = t.waiting.oldest {
+		v.unlink()
+		v.overtakenAt = t.successes
+		t.overtaken.link(v)
+	}
+}
+
+// setLongOnesApart stops counting very long requests as at the server.
+func (t *tracker) setLongOnesApart(now uint64) {
+	if !t.levels.known {
+		return
+	}
+	expected := min(float64(t.levels.fit.baseUs)*t.levels.fit.crowding(sub(t.levels.level, 1)), maxLatencyUs)
+	for v := t.overtaken.oldest; v != nil; v = t.overtaken.oldest {
+		if float64(since(now, v.since)) <= long*float64(uint32(expected)) || t.successes-v.overtakenAt < overtaken {
+			return
+		}
+		t.streaming(v, now)
+	}
+}
+
+// streaming sets a request apart for good.
 func (t *tracker) streaming(v *visit, now uint64) {
 	t.clientWaits(v, now)
-	v.stream = true
+	v.staysAway = true
 }
 
 func (t *tracker) clientWaits(v *visit, now uint64) {
@@ -113,19 +150,19 @@ func (t *tracker) clientWaits(v *visit, now uint64) {
 		return
 	}
 	v.away, v.awaySince = true, now
-	t.unlink(v)
+	v.unlink()
 	t.away++
 	t.levels.moved(now, sub(t.levels.level, 1))
 }
 
 func (t *tracker) clientIsBack(v *visit, now uint64) {
-	if v.stream || !v.away {
+	if v.staysAway || !v.away {
 		return
 	}
 	v.away = false
 	v.awayUs += since(now, v.awaySince)
 	v.since = now
-	t.link(v)
+	t.waiting.link(v)
 	t.away--
 	t.levels.moved(now, t.levels.level+1)
 }
@@ -140,8 +177,8 @@ func (t *tracker) capacity(now uint64, leaving bool) (capacity, bool) {
 // latency returns the expected latency with rif requests in flight, not counting leaving, which is about to end.
 func (t *tracker) latency(now uint64, rif uint32, leaving *visit) (uint32, bool) {
 	if median, known := t.nearestMedian(bucketOf(rif), now); known {
-		if waiting := t.waiting(now, leaving); waiting/stallFactor > median {
-			return waiting, true
+		if waited := t.waited(now, leaving); waited/stallFactor > median {
+			return waited, true
 		}
 		return median, true
 	}
@@ -151,8 +188,8 @@ func (t *tracker) latency(now uint64, rif uint32, leaving *visit) (uint32, bool)
 	return 0, false
 }
 
-func (t *tracker) waiting(now uint64, leaving *visit) uint32 {
-	oldest := t.oldest
+func (t *tracker) waited(now uint64, leaving *visit) uint32 {
+	oldest := t.waiting.oldest
 	if oldest != nil && oldest == leaving {
 		oldest = oldest.next
 	}
@@ -180,32 +217,32 @@ func (t *tracker) nearestMedian(centre int, now uint64) (uint32, bool) {
 	return 0, false
 }
 
-func (t *tracker) link(v *visit) {
-	v.linked, v.prev, v.next = true, t.newest, nil
-	if t.newest != nil {
-		t.newest.next = v
+func (l *visits) link(v *visit) {
+	v.list, v.prev, v.next = l, l.newest, nil
+	if l.newest != nil {
+		l.newest.next = v
 	} else {
-		t.oldest = v
+		l.oldest = v
 	}
-	t.newest = v
+	l.newest = v
 }
 
-func (t *tracker) unlink(v *visit) {
-	if !v.linked {
+// unlink takes the request out of its list, if it is in one.
+func (v *visit) unlink() {
+	if v.list == nil {
 		return
 	}
-	v.linked = false
 	if v.prev != nil {
 		v.prev.next = v.next
 	} else {
-		t.oldest = v.next
+		v.list.oldest = v.next
 	}
 	if v.next != nil {
 		v.next.prev = v.prev
 	} else {
-		t.newest = v.prev
+		v.list.newest = v.prev
 	}
-	v.prev, v.next = nil, nil
+	v.list, v.prev, v.next = nil, nil, nil
 }
 
 func (b *bucket) push(s sample) {

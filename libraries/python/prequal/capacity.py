@@ -65,6 +65,13 @@ class Levels:
         self._run = FastRun()
         self._beyond = Beyond()
 
+    def expected_us(self) -> int | None:
+        """Returns the latency of a request at the current level according to the last fit, microseconds."""
+        if self._fit is None:
+            return None
+        crowding = max(max(self.level, 1) / max(self._fit.knee, 1), 1.0)
+        return int(min(self._fit.base_us * crowding, MAX_LATENCY_US))
+
     def moved(self, now: int, after: int) -> None:
         """Credits the time since the last update to the current level, and then changes the level to `after`."""
         weight = self._weight(now)

@@ -15,6 +15,10 @@ STALL_FACTOR = 3
 FAILURE_LATENCY_US = 1_000_000
 BUCKETS = 128
 SAMPLES = 8
+#: Multiple of the expected latency beyond which an overtaken request is very long.
+LONG = 10.0
+#: Number of requests that must have succeeded since it was first overtaken.
+OVERTAKEN = 10
 
 
 class Outcome(enum.IntEnum):
@@ -33,17 +37,28 @@ class Outcome(enum.IntEnum):
 class Visit:
     """A request in flight."""
 
-    __slots__ = ("arrived", "since", "away_since", "stream", "away_us", "rif_at_arrival", "arrived_as")
+    __slots__ = (
+        "arrived",
+        "since",
+        "away_since",
+        "stays_away",
+        "away_us",
+        "overtaken_at",
+        "rif_at_arrival",
+        "arrived_as",
+    )
 
     def __init__(self, now: int, rif: int, arrived_as: int) -> None:
         self.arrived = now
         #: When it last came to the server.
         self.since = now
-        #: If it waits for its client: when that wait began; None while it is at the server.
+        #: If it is away (a stream, a very long request, or one that waits for its client): since when.
         self.away_since: int | None = None
-        self.stream = False
-        #: Time that its client took before `since`.
+        self.stays_away = False
+        #: Time that it was away before `since`.
         self.away_us = 0
+        #: Number of successes when it was first overtaken.
+        self.overtaken_at = 0
         self.rif_at_arrival = rif
         self.arrived_as = arrived_as
 
@@ -56,6 +71,9 @@ class Tracker:
         self.away = 0
         #: Requests that may be stuck (at the server and not overtaken), in order of age.
         self._waiting: dict[Visit, None] = {}
+        #: Requests at the server that later ones have overtaken, in order of age.
+        self._overtaken: dict[Visit, None] = {}
+        self._successes = 0
         self._levels = Levels()
         #: Last samples of each bucket, as pairs of latency and time.
         self._buckets: list[list[tuple[int, int]]] = [[] for _ in range(BUCKETS)]
@@ -73,13 +91,13 @@ class Tracker:
     def finish(self, visit: Visit, now: int, outcome: Outcome) -> None:
         level = self.rif - self.away
         self.rif -= 1
-        self._waiting.pop(visit, None)
-        client = visit.away_us
+        self._unlink(visit)
+        away_us = visit.away_us
         if visit.away_since is not None:
-            client += max(now - visit.away_since, 0)
+            away_us += max(now - visit.away_since, 0)
             self.away -= 1
             level = 0
-        latency = min(max(max(now - visit.arrived, 0) - client, 0), MAX_LATENCY_US)
+        latency = min(max(max(now - visit.arrived, 0) - away_us, 0), MAX_LATENCY_US)
         if level > 0:
             self._levels.moved(now, level - 1)
         if outcome == Outcome.SUCCESS:
@@ -90,31 +108,49 @@ class Tracker:
             self._used = max(self._used, index + 1)
             self._levels.served(now, level, visit.arrived_as, latency)
             self._overtake(visit.since)
+            self._set_long_ones_apart(now)
         elif outcome == Outcome.FAILURE:
             self._last_failure = now
 
     def _overtake(self, since: int) -> None:
         """Marks requests at the server since before `since` as overtaken: they are heavy, not stuck."""
+        self._successes += 1
         while self._waiting:
             oldest = next(iter(self._waiting))
             if oldest.since >= since:
                 return
             del self._waiting[oldest]
+            oldest.overtaken_at = self._successes
+            self._overtaken[oldest] = None
+
+    def _set_long_ones_apart(self, now: int) -> None:
+        """Stops counting very long requests as at the server."""
+        expected_us = self._levels.expected_us()
+        while expected_us is not None and self._overtaken:
+            oldest = next(iter(self._overtaken))
+            if now - oldest.since <= LONG * expected_us or self._successes - oldest.overtaken_at < OVERTAKEN:
+                return
+            self.streaming(oldest, now)
+
+    def _unlink(self, visit: Visit) -> None:
+        self._waiting.pop(visit, None)
+        self._overtaken.pop(visit, None)
 
     def streaming(self, visit: Visit, now: int) -> None:
+        """Sets a request apart for good."""
         self.client_waits(visit, now)
-        visit.stream = True
+        visit.stays_away = True
 
     def client_waits(self, visit: Visit, now: int) -> None:
         if visit.away_since is not None:
             return
         visit.away_since = now
-        self._waiting.pop(visit, None)
+        self._unlink(visit)
         self.away += 1
         self._levels.moved(now, max(self._levels.level - 1, 0))
 
     def client_is_back(self, visit: Visit, now: int) -> None:
-        if visit.stream or visit.away_since is None:
+        if visit.stays_away or visit.away_since is None:
             return
         visit.away_us += max(now - visit.away_since, 0)
         visit.away_since = None
