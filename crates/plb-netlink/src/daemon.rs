@@ -17,8 +17,8 @@ use crate::sysctl::{self, PlbParams};
 use crate::tracker::Tracker;
 use crate::{Error, Result, sock, sys};
 
-/// How a socket is moved. In both cases the owner of the socket must be known and traceable, because its pins are
-/// read there; otherwise the socket is not moved.
+/// How a socket is moved. In both cases the owner of the socket must be known and traceable, because the socket's pins
+/// are read through its owner. Otherwise the socket is not moved.
 #[derive(Debug)]
 pub enum Way {
     /// A BPF program on the egress device can set any label.
@@ -76,7 +76,7 @@ pub struct Watched {
     pub label: Option<(Label, u64)>,
 }
 
-/// User-space PLB for one namespace. Dropping it detaches.
+/// User-space PLB for one namespace. Dropping it has the effect of `detach`.
 #[derive(Debug)]
 pub struct Daemon {
     config: Config,
@@ -108,8 +108,8 @@ struct State {
 #[derive(Clone, Copy, Debug)]
 struct Knobs {
     kernel_plb: bool,
-    /// Whether a socket, unless changed by its owner or by the daemon, sends an automatic label that the kernel changes
-    /// after timeouts.
+    /// Whether a socket sends, by default, an automatic label that the kernel changes after timeouts. Its owner and the
+    /// daemon can change this.
     moves_on_timeout: bool,
 }
 

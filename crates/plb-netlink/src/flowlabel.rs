@@ -377,7 +377,7 @@ pub fn send_to(socket: &UdpSocket, data: &[u8], to: SocketAddrV6, label: Label) 
         .map_err(|source| explain(format!("sending to {to} with flow label {label}"), source))
 }
 
-/// Returns whether unleased labels still work in this namespace; see the module. Sends nothing.
+/// Returns whether unleased labels still work in this namespace; see the module documentation. Sends nothing.
 ///
 /// # Errors
 /// [`Error::Unsupported`] without IPv6.

@@ -92,7 +92,7 @@ impl PlbParams {
     /// Returns these parameters for the user-space detector.
     ///
     /// # Errors
-    /// If N is 0 or M is above N: the kernel accepts both, but neither does what it seems to do.
+    /// If N is 0 or M is above N. The kernel accepts both, but neither has the effect that it suggests.
     pub fn detector(&self) -> Result<Config> {
         Config::new(self.k, self.m.0, self.n.0, Duration::from_secs(self.suspend_s.into()))
             .map_err(|error| Error::Invalid(error.to_string()))

@@ -23,11 +23,11 @@ pub(crate) struct Filter {
     pub(crate) root_id: u32,
     pub(crate) shim: Shim,
     pub(crate) clusters: Vec<Cluster>,
-    /// Whether each request's cluster is looked up: from the start if several clusters are configured, otherwise once a
-    /// request has gone to a cluster that is not configured.
+    /// Whether each request's cluster is looked up. If several clusters are configured, this is so from the start.
+    /// Otherwise it begins once a request has gone to a cluster that is not configured.
     pub(crate) look_up_cluster: Cell<bool>,
     pub(crate) rng: RefCell<SmallRng>,
-    /// The request that wants to wait. Its stream leaves it here and wakes the root.
+    /// The request that asks to wait for its probes. Its stream stores it here and wakes the root.
     pub(crate) ask: Cell<Option<Ask>>,
     pub(crate) waits: RefCell<Waits<Waiter>>,
 }
@@ -44,7 +44,7 @@ pub(crate) struct Cluster {
 /// The choice for a waiting request. The stream reads it once the request resumes.
 pub(crate) type Placed = Rc<Cell<Option<Request>>>;
 
-/// A request that wants to wait.
+/// A request that asks to wait for its probes.
 pub(crate) struct Ask {
     pub(crate) stream: u32,
     pub(crate) began: Micros,
@@ -86,8 +86,8 @@ impl Filter {
         self.clusters.iter().position(|cluster| cluster.name == name)
     }
 
-    /// Chooses for one request of a cluster: among `answers` if the request has waited for them, otherwise from the
-    /// pool. `whole` is true if the client has already sent the whole request.
+    /// Chooses a replica for one request of a cluster: among `answers` if the request has waited for them, otherwise
+    /// from the pool. `whole` is true if the client has already sent the whole request.
     pub(crate) fn begin(&self, cluster: &Cluster, now: Micros, answers: &[Answer], whole: bool) -> Request {
         cluster.balancer.borrow_mut().begin(now, answers, whole, &mut *self.rng.borrow_mut())
     }

@@ -1,4 +1,4 @@
-//! Host calls in the form that this filter needs: bounded, and with every failure as data.
+//! Host calls in the form that this filter needs: every failure is returned as data.
 //!
 //! Only the SDK's byte forms are used: its string forms panic on header values that are not UTF-8.
 
@@ -20,13 +20,13 @@ unsafe extern "C" {
     /// Declared here because the SDK converts the time to a date, with arithmetic that wasm does not have.
     fn proxy_get_current_time_nanoseconds(time: *mut u64) -> Status;
 
-    /// Declared here because the SDK's own call makes two strings of every header.
+    /// Declared here because the SDK's own call turns every header into two strings.
     fn proxy_get_header_map_pairs(map: MapType, data: *mut *mut u8, size: *mut usize) -> Status;
 }
 
-/// Wakes the root, which at once handles the work that a stream has left for it, in the root's own context. Call this only
-/// from a stream's callback, as the last step (the root is the active context afterwards), and while nothing that the
-/// root needs is borrowed.
+/// Wakes the root. Before this call returns, the root handles the work that a stream has left for it, in the root's own
+/// context. Call this only as the last step of a stream's callback, because the root is the active context afterwards.
+/// Nothing that the root needs may be borrowed during the call.
 pub(crate) fn wake(root_id: u32) {
     proxy_on_queue_ready(root_id, WAKE);
 }
@@ -57,8 +57,8 @@ impl Headers {
     /// Reads the headers of the map; none if there is no such map.
     pub(crate) fn of(map: MapType) -> Self {
         let (mut data, mut size) = (ptr::null_mut(), 0);
-        // SAFETY: the host writes to the two addresses, or leaves them alone. It returns memory that the SDK allocated as
-        // a vector of this capacity.
+        // SAFETY: the host writes to the two addresses, or leaves them alone. It returns memory that the SDK allocated
+        // as a vector of this capacity.
         let bytes = unsafe {
             match proxy_get_header_map_pairs(map, &raw mut data, &raw mut size) {
                 Status::Ok if !data.is_null() => Vec::from_raw_parts(data, size, size),
@@ -75,8 +75,8 @@ impl headers::Headers for Headers {
         self.all(name).next()
     }
 
-    /// The ABI's format is the number of headers, then the sizes of each name and value, then the names and values, each
-    /// followed by a zero byte.
+    /// The ABI's format is the number of headers, then the sizes of each name and value, then the names and values,
+    /// each followed by a zero byte.
     fn all<'a>(&'a self, name: &str) -> impl Iterator<Item = &'a [u8]> {
         let (count, rest) = number(&self.0).unwrap_or_default();
         let (mut sizes, mut texts) = rest.split_at_checked(count.saturating_mul(8)).unwrap_or_default();

@@ -3,7 +3,7 @@
 //!
 //! - [`stream`]: one request;
 //! - [`served`]: one replica, as this worker knows it;
-//! - [`vm`]: this VM among those that serve the same replicas.
+//! - [`vm`]: this VM and its slot among the VMs that serve the same replicas.
 
 use std::rc::Rc;
 

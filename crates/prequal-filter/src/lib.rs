@@ -1,19 +1,18 @@
 //! Prequal as a proxy-wasm HTTP filter: steers each request to the replica that `prequal-core` picks.
 //!
-//! This crate is an adapter: it contains only the calls to Envoy. Every rule of the algorithm lives in
-//! `prequal-core`; this crate drives [`prequal_core::client`].
+//! This crate is an adapter: it contains only the calls to Envoy. Every rule of the algorithm lives in `prequal-core`.
 //!
-//! The outbound role, at the client's Envoy, picks replicas. The [`inbound`] role, at the server's Envoy, reports for
-//! one replica.
+//! The outbound role, at the client's Envoy, picks replicas; it drives [`prequal_core::client`]. The [`inbound`] role,
+//! at the server's Envoy, reports the load of a replica.
 //!
 //! - [`root`]: configuration, ticks, replies;
 //! - [`stream`]: one request: the pick, the report on the response, the outcome;
-//! - [`sync`]: requests that wait for probes of their own;
+//! - [`sync`]: synchronous mode, in which a request waits for its own probes;
 //! - [`probes`]: every probe (owned by the root, so that no reply is lost);
-//! - [`steer`]: the steering header;
+//! - [`steer`]: the steering header, which names the picked replica;
 //! - [`filter`]: the state that the root and the streams of one worker share;
-//! - [`store`]: the blobs in shared data, which all workers share;
-//! - [`outcome`]: how Envoy describes a request;
+//! - [`store`]: the state that all workers share, as blobs in Envoy's shared data;
+//! - [`outcome`]: how a request ended, as Envoy describes it;
 //! - [`metrics`]: counters and gauges;
 //! - [`host`]: host calls, with every failure returned as data.
 //!

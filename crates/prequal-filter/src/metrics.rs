@@ -178,7 +178,7 @@ pub(crate) struct Metrics {
     ejected: Gauge,
     /// Replicas without an agent.
     agentless: Gauge,
-    /// 1 while no replica is ejected, because more than half of the fleet would have to be.
+    /// 1 while no replica is ejected because more than half of the fleet would have to be ejected.
     panic: Gauge,
 }
 
@@ -225,7 +225,7 @@ impl Metrics {
         }
     }
 
-    /// Passes the counts since the last call to Envoy.
+    /// Passes to Envoy the counts since the previous flush.
     pub(crate) fn flush(&self) {
         let Requests { picks, reports, outcomes } = &*self.requests;
         picks.iter().chain(reports).chain(outcomes).for_each(Tally::flush);

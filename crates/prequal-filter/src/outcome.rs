@@ -1,4 +1,4 @@
-//! How Envoy describes a request; both roles read it here.
+//! How a request ended, as Envoy describes it. Both roles use this module.
 
 use prequal_core::client::Class;
 use prequal_core::shared::outcome::grpc_blames_server;
@@ -6,7 +6,7 @@ use proxy_wasm::types::MapType;
 
 use crate::host;
 
-/// How far a request had come when it ended. Envoy's own replies look like responses here.
+/// How far a request had come when it ended. Envoy's own replies also count as responses here.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Progress {
     /// Whether the client had sent the whole request.
@@ -18,8 +18,8 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// Returns whether the request may have been waiting for the host: the client had sent all of it, and there was no
-    /// response, or a complete one, which may be Envoy's own.
+    /// Returns whether the request may have been waiting for the host. Then the client had sent all of it, and there
+    /// was either no response or a complete one, which may be Envoy's own.
     fn waits_for_host(self) -> bool {
         self.request_whole && (self.complete || !self.begun)
     }
@@ -40,13 +40,13 @@ pub(crate) fn grpc_failed(map: MapType) -> bool {
     host::header(map, "grpc-status").is_some_and(|status| grpc_blames_server(status.as_bytes()))
 }
 
-/// Returns who ended a request, from Envoy's code details. (Its response flags do not show HTTP/2 resets and protocol
-/// errors.)
+/// Returns who ended a request, according to Envoy's response code details. (Its response flags do not show HTTP/2
+/// resets and protocol errors.)
 ///
 /// The details of a full circuit breaker look like a reset by the chosen host, although that host has not received the
 /// request. A stream that reaches the limit on its duration has not failed. An idle timeout is the host's failure only
-/// while the host has the whole request and has not answered. Before that, the stream may be waiting for the client to
-/// send; after that, for the client to receive.
+/// while the host has the whole request and has not answered. Earlier, the stream may be waiting for the client to
+/// send. Later, it may be waiting for the client to receive.
 fn class_of(details: &str, waits_for_host: impl FnOnce() -> bool) -> Class {
     let starts = |prefixes: &[&str]| prefixes.iter().any(|prefix| details.starts_with(prefix));
     if details == "via_upstream" {

@@ -56,7 +56,7 @@ impl Probes {
         }
     }
 
-    /// Sends one probe. Returns true if it is on its way.
+    /// Sends one probe. Returns true if it was sent.
     pub(crate) fn dispatch(&mut self, index: usize, cluster: &Cluster, call: Call) -> bool {
         let token = (self.0.len() < MAX_IN_FLIGHT).then(|| {
             let address = call.target.map(|target| target.probe.to_string());
@@ -89,8 +89,8 @@ impl Probes {
     ) -> Option<(u32, Option<Answer>)> {
         let Probe { cluster, call } = self.0.remove(&token)?;
         let mut balancer = filter.clusters.get(cluster)?.balancer.borrow_mut();
-        // A reply without headers was cut off in its body.
         let verified = balancer.config().pool.verified_probes;
+        // A reply without headers was cut off in its body.
         let reply = if header_count == 0 {
             Err(ProbeEnd::Refused)
         } else {

@@ -1,4 +1,5 @@
-//! The steering header, in the form that the shim reads.
+//! The steering header, in the form that the shim reads. The shim is the extension of Envoy that sends the request to
+//! the host that the header names.
 
 use prequal_core::client::Request;
 use prequal_core::client::settings::Shim;
@@ -27,7 +28,7 @@ pub(crate) fn steer(shim: Shim, request: &Request) {
     host::set_header(MapType::HttpRequestHeaders, HEADER_DEST, value.as_deref());
 }
 
-/// Encodes in base64 (RFC 4648). It runs for every request, and a library has more code, for variants that are not
+/// Encodes in base64 (RFC 4648). This code runs for every request. A library would add code for variants that are not
 /// needed.
 fn base64(bytes: &[u8]) -> Vec<u8> {
     let mut text = Vec::with_capacity(bytes.len().div_ceil(3) * 4);

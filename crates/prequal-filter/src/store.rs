@@ -1,5 +1,5 @@
-//! Envoy's shared data, which holds the blobs that all workers share: three per upstream cluster in the outbound role;
-//! in the inbound role, one for the slots and one per replica. A blob of another version has another key.
+//! Envoy's shared data, which holds the blobs that all workers share. The outbound role has three blobs per upstream
+//! cluster. The inbound role has one for the slots and one per replica. A blob of another version has another key.
 
 use prequal_core::client::Counters;
 use prequal_core::client::ejection::EjectionTable;
@@ -29,9 +29,9 @@ impl SharedData for Envoy {
 /// Access to the blobs of one cluster.
 pub(crate) type Blobs = Cas<Envoy>;
 
-/// Returns the access to the blobs of one cluster. Keys contain the versions of all three blobs, so that a module with
-/// other versions uses its own set of three, which agree with each other. Keys also contain the root id, because in Istio
-/// all plugins share one namespace. Names are quoted, because they may contain slashes.
+/// Returns the access to the blobs of one cluster. Keys contain the versions of all three blobs. A module with another
+/// version of one of them therefore uses its own set of three, which are consistent with each other. Keys also contain
+/// the root id, because in Istio all plugins share one namespace. Names are quoted, because they may contain slashes.
 pub(crate) fn blobs_of(root_id: &str, cluster: &str) -> Blobs {
     let [pool, members, ejections] = [PoolState::TAG, Members::TAG, EjectionTable::TAG].map(Tag::version);
     Cas { data: Envoy, prefix: format!("prequal/{pool}.{members}.{ejections}/{root_id:?}/{cluster:?}") }

@@ -1,9 +1,9 @@
 //! One request: the pick, the report on its response, the outcome.
 //!
-//! The common path makes one shared-data transaction and one header read, and hardly ever reads a property: a report
-//! from the chosen replica shows that it answered, unless the balancer has reason to doubt it. Properties are read only
-//! if no such report came. In that case, the filter checks at the response headers whether a retry rescued the request:
-//! Envoy does not know this any earlier.
+//! The common path makes one shared-data transaction and one header read. It hardly ever reads a property, because a
+//! report from the chosen replica shows that this replica answered. Properties are read only if no such report came, if
+//! the balancer has reason to doubt the report, or if the response did not end properly. If no report came, the filter
+//! checks at the response headers whether a retry rescued the request. Envoy does not know this earlier.
 
 use std::mem;
 use std::rc::Rc;
@@ -59,7 +59,7 @@ impl Stream {
         }
     }
 
-    /// Makes the request wait for probes of its own. Returns false if there is nothing to wait for.
+    /// Makes the request wait for its own probes. Returns false if there is nothing to wait for.
     fn wait(&mut self, filter: &Filter, index: usize, cluster: &Cluster, now: Micros) -> bool {
         let hint = {
             let balancer = cluster.balancer.borrow();
@@ -166,8 +166,8 @@ impl HttpContext for Stream {
         #[cfg(feature = "crash-test")]
         host::crash_on_demand();
         let filter = Rc::clone(&self.filter);
-        // The property takes 2 µs to read. With a single configured cluster, it is not read until a request turns out to
-        // have gone elsewhere.
+        // The property takes 2 µs to read. With a single configured cluster, it is not read until a request turns out
+        // to have gone elsewhere.
         self.looked_up = filter.look_up_cluster.get();
         self.cluster = if self.looked_up { filter.routed_cluster() } else { Some(0) };
         let found = self.cluster.and_then(|index| Some((index, filter.clusters.get(index)?)));

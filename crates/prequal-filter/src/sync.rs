@@ -1,9 +1,9 @@
-//! Synchronous mode: requests that wait for probes of their own (`docs/design/adr/0006-sync-mode.md`).
+//! Synchronous mode: requests that wait for their own probes (`docs/design/adr/0006-sync-mode.md`).
 //!
-//! A stream leaves an [`Ask`], wakes the root, and pauses if the root has then begun a wait for it. The root owns the
-//! calls and the waits. When a wait is over, the root places the request and resumes it. A stream that ends first
-//! removes its wait, so a dead stream is never resumed. If the calls of a request cannot be sent, no wait begins, so no
-//! request is left hanging.
+//! A stream leaves an [`Ask`] for the root, and wakes the root. If the root begins a wait, the stream pauses. The root
+//! owns the calls and the waits. When a wait is over, the root places the request (chooses its replica) and resumes it.
+//! A stream that ends first removes its wait, so a dead stream is never resumed. If the calls of a request cannot be
+//! sent, no wait begins, so no request is left hanging.
 
 use prequal_core::client::sync_mode::{Answer, Ending, Wait};
 use prequal_core::shared::time::Micros;
@@ -17,8 +17,8 @@ use crate::steer::steer;
 /// Margin by which a call outlasts the deadline: Envoy's timers are off by up to 4 ms either way.
 const TIMER_SLACK_MS: u64 = 10;
 
-/// Sends the probes of a request that wants to wait. Returns true if the request waits. No wait begins if fewer than
-/// two replicas are known or no probe could be sent; the stream then continues at once.
+/// Sends the probes of a request that asks to wait. Returns true if the request waits. No wait begins if fewer than two
+/// replicas are known or no probe could be sent; the stream then continues at once.
 pub(crate) fn ask(probes: &mut Probes, filter: &Filter, ask: Ask) -> bool {
     let Some(cluster) = filter.clusters.get(ask.waiter.cluster) else { return false };
     let hint = ask.waiter.hint;
@@ -70,7 +70,7 @@ pub(crate) fn expire(probes: &mut Probes, filter: &Filter, now: Micros) {
     }
 }
 
-/// Chooses for a request that has waited, and resumes it.
+/// Chooses a replica for a request that has waited, and resumes the request.
 fn place(probes: &mut Probes, filter: &Filter, stream: u32, wait: Wait<Waiter>, ending: Ending, now: Micros) {
     let Waiter { cluster: index, hint, whole, placed } = wait.host;
     let Some(cluster) = filter.clusters.get(index) else { return };

@@ -1,14 +1,14 @@
-//! Envoy's ABI for dynamic modules, as far as this module uses it: the functions that Envoy provides, and the values that they
-//! take. [`crate::envoy`] wraps them.
+//! Envoy's ABI for dynamic modules, as far as this module uses it: the functions that Envoy provides, and the values
+//! that they take. [`crate::envoy`] wraps them.
 //!
-//! Names and signatures are those of Envoy 1.38 to 1.40 (`source/extensions/dynamic_modules/abi/abi.h`). A missing function
-//! makes Envoy refuse the module when it loads it; a function whose signature differs is undefined behaviour, so tests load
-//! the module into every supported Envoy.
+//! Names and signatures are those of Envoy 1.38 to 1.40 (`source/extensions/dynamic_modules/abi/abi.h`). If a function
+//! is missing, Envoy refuses to load the module. If a signature differs, the behaviour is undefined, so tests load the
+//! module into every supported Envoy.
 
 use std::ffi::{c_char, c_void};
 use std::ptr;
 
-/// An object of Envoy's, or of this module's. Neither side looks into the other's.
+/// A pointer to an object of Envoy or of this module. Neither side looks into the other's objects.
 pub(crate) type Ptr = *mut c_void;
 
 /// Bytes of the side that passes them, valid during the call unless noted.
@@ -144,7 +144,7 @@ unsafe extern "C" {
         priority: u32,
         index: usize,
     ) -> bool;
-    /// A header of the request for which a host is chosen, by its index among those of the name.
+    /// A header of the request for which a host is chosen, by its index among the headers of that name.
     #[cfg(feature = "crash-test")]
     pub(crate) fn envoy_dynamic_module_callback_lb_context_get_downstream_header(
         context: Ptr,
@@ -232,7 +232,7 @@ unsafe extern "C" {
     pub(crate) fn envoy_dynamic_module_callback_http_get_cluster_name(filter: Ptr, name: *mut Buffer)
     -> bool;
 
-    /// Names the host of the request. If it is not `strict` and the host may not be used, the policy chooses.
+    /// Names the host of the request. If `strict` is false and the host may not be used, the policy chooses.
     pub(crate) fn envoy_dynamic_module_callback_http_set_upstream_override_host(
         filter: Ptr,
         host: Buffer,

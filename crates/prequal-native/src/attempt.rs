@@ -1,12 +1,13 @@
 //! One attempt to serve a request: from the choice of its host to its end.
 //!
-//! Envoy chooses a host and then, on the same call stack, creates the upstream filters of the attempt. So the choice waits in
-//! this thread's memory until the filter is created, which takes it over.
+//! Envoy chooses a host and then, on the same call stack, creates the upstream filters of the attempt. So the choice
+//! waits in this thread's memory until the filter is created and takes it over.
 //!
-//! A filter does not learn why an attempt ended without a whole response. An access logger in the router's `upstream_log` does:
-//! Envoy logs each attempt once, beside the destruction of its filter. Envoy 1.40 logs first and calls the filter's last hook a
-//! little later, so entries wait in a queue, in the order of the filters. Earlier versions call the hook first and log at once,
-//! so one attempt waits for its entry. An attempt without an entry, for lack of a logger, counts as ended by the client.
+//! A filter does not learn why an attempt ended without a whole response. An access logger in the router's
+//! `upstream_log` learns it. Envoy logs each attempt once, shortly before or after it destroys the attempt's filter.
+//! Envoy 1.40 logs first and calls the filter's last hook a little later, so log entries wait in a queue, in the order
+//! of the filters. Earlier versions call the hook first and log immediately afterwards, so one attempt waits for its
+//! log entry. If no logger is configured, an attempt without a whole response counts as ended by the client.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -27,13 +28,13 @@ use crate::{clock, envoy};
 thread_local! {
     /// The choice that no filter has taken over yet.
     static CHOSEN: RefCell<Option<Attempt>> = const { RefCell::new(None) };
-    /// By cluster. They outlive configurations, because an attempt may end after an update.
+    /// The endings, by cluster. They outlive configurations, because an attempt may end after an update.
     static ENDINGS: RefCell<Vec<(String, EndingsRef)>> = const { RefCell::new(Vec::new()) };
 }
 
 pub(crate) type EndingsRef = Rc<RefCell<Endings>>;
 
-/// Returns what is shared by the attempts of the cluster on this thread.
+/// Returns the endings that the attempts of the cluster share on this thread.
 pub(crate) fn endings_of(cluster: &str) -> EndingsRef {
     ENDINGS.with_borrow_mut(|all| {
         if let Some((_, endings)) = all.iter().find(|(name, _)| name == cluster) {
@@ -79,8 +80,8 @@ pub(crate) fn chosen(
     }
 }
 
-/// Takes over the attempt to `cluster` whose host was chosen last on this thread. `None` if the policy was not asked: another
-/// extension names the host, or the cluster has another policy.
+/// Takes over the attempt to `cluster` whose host was chosen last on this thread. Returns `None` if this module's
+/// policy did not choose the host: another extension named it, or the cluster has another policy.
 pub(crate) fn take(cluster: &[u8]) -> Option<Attempt> {
     let attempt = CHOSEN.take()?;
     if attempt.worker.borrow().cluster().as_bytes() == cluster {
@@ -150,7 +151,7 @@ impl Attempt {
         self.grpc && headers.get("grpc-status").is_some_and(grpc_blames_server)
     }
 
-    /// Handles the destruction of the filter: pairs the attempt with its entry in the log.
+    /// Handles the destruction of the filter: pairs the attempt with its log entry.
     pub(crate) fn destroyed(self) {
         let endings = Rc::clone(&self.endings);
         let flags = destroyed(&endings);
@@ -161,7 +162,7 @@ impl Attempt {
         }
     }
 
-    /// Handles the end of the attempt, with Envoy's response flags of it.
+    /// Handles the end of the attempt. `flags` are Envoy's response flags.
     fn ended(self, flags: u64) {
         let class = match self.complete {
             true => Class::Answer,
@@ -178,43 +179,46 @@ impl Attempt {
     }
 }
 
-/// Handles the destruction of a filter whose attempt had another extension's host.
+/// Handles the destruction of a filter whose attempt went to a host that this module's policy did not choose.
 pub(crate) fn destroyed_without_a_choice(cluster: &str) {
     destroyed(&endings_of(cluster));
 }
 
-/// Returns the response flags of the attempt whose filter is being destroyed, if its entry has come.
+/// Returns the response flags of the attempt whose filter is being destroyed, if its log entry has arrived.
 fn destroyed(endings: &RefCell<Endings>) -> Option<u64> {
     let (before, flags) = {
         let Endings { logged, waiting } = &mut *endings.borrow_mut();
-        // Entries of attempts without a filter of this module.
+        // Old entries belong to attempts without a filter of this module.
         while logged.front().is_some_and(|(at, _)| clock::now().saturating_since(*at) > STALE_US) {
             logged.pop_front();
         }
         (waiting.take(), logged.pop_front().map(|(_, flags)| flags))
     };
     if let Some(before) = before {
-        // Its entry would have come before this filter's end: no logger is configured for it.
+        // No logger is configured: otherwise the entry would have arrived before the end of this filter.
         before.ended(0);
     }
     flags
 }
 
-/// Attempts of one cluster that have ended on one thread, and for which only one of the two accounts has come.
+/// Attempts of one cluster that have ended on one thread, and for which only the log entry or only the destruction of
+/// the filter has arrived.
 #[derive(Default)]
 pub(crate) struct Endings {
-    /// Response flags of attempts whose filters Envoy has not destroyed yet, with the time of the entry.
+    /// Response flags of attempts whose filters Envoy has not destroyed yet, each with the time of its log entry.
     logged: VecDeque<(Micros, u64)>,
-    /// The attempt whose filter has been destroyed, and whose entry has not come.
+    /// The attempt whose filter has been destroyed and whose log entry has not arrived.
     waiting: Option<Attempt>,
 }
 
-/// Maximum number of entries without a filter. There are more only if the cluster's attempts have no filter of this module.
+/// Maximum number of entries without a filter. There are more only if the cluster's attempts have no filter of this
+/// module.
 const MAX_LOGGED: usize = 1024;
-/// Age at which an entry belongs to no filter, microseconds: Envoy destroys a filter in the same round of its event loop.
+/// Age above which a log entry belongs to no filter, microseconds. Envoy writes the entry and destroys the filter in
+/// the same iteration of its event loop.
 const STALE_US: u64 = 1_000_000;
 
-/// Handles an entry of the log: the response flags of an attempt to `cluster`.
+/// Handles a log entry: the response flags of an attempt to `cluster`.
 pub(crate) fn logged(cluster: &[u8], flags: u64) {
     let known = |(name, _): &&(String, _)| name.as_bytes() == cluster;
     let Some(endings) = ENDINGS.with_borrow(|all| all.iter().find(known).map(|(_, found)| Rc::clone(found)))
@@ -233,15 +237,16 @@ pub(crate) fn logged(cluster: &[u8], flags: u64) {
     }
 }
 
-/// Envoy's response flags that mean that the host failed: the request timed out, was reset by the host, could not connect, lost
-/// its connection, or broke the protocol.
+/// Envoy's response flags that mean that the host failed: the request timed out, was reset by the host, could not
+/// connect, lost its connection, or broke the protocol.
 const HOST_FAILED: u64 = 1 << 2 | 1 << 4 | 1 << 5 | 1 << 6 | 1 << 23;
-/// Envoy's response flags that mean that Envoy ended the attempt for reasons of its own: its reset, a full circuit breaker, a
-/// limit on a stream's idle time or duration.
+/// Envoy's response flags that mean that Envoy ended the attempt for reasons of its own: its reset, a full circuit
+/// breaker, a limit on a stream's idle time or duration.
 const ENVOY_ENDED: u64 = 1 << 3 | 1 << 7 | 1 << 16 | 1 << 19 | 1 << 22;
 
-/// Returns who ended an attempt without a whole response. Without a flag it is the client, or the timeout of the whole request,
-/// which sets no flag: a host that makes requests wait that long is found unresponsive long before.
+/// Returns who ended an attempt without a whole response. Without a flag, the client ended it, or the timeout of the
+/// whole request did, which sets no flag. The two need no distinction: a host that makes requests wait that long is
+/// found unresponsive long before.
 fn class_of(flags: u64) -> Class {
     if flags & HOST_FAILED != 0 {
         Class::UpstreamFailure
@@ -252,7 +257,7 @@ fn class_of(flags: u64) -> Class {
     }
 }
 
-/// What is known about an attempt. There is one host for each.
+/// What is known about an attempt. Each attempt has one host.
 struct Facts {
     class: Class,
     served_by: Option<Endpoint>,

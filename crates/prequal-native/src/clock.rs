@@ -8,7 +8,7 @@ use prequal_core::shared::time::Micros;
 /// The balancer's times must be well above zero, because some are computed backwards.
 const START: Duration = Duration::from_secs(3600);
 
-/// Returns the time since an hour before the module was first asked.
+/// Returns the time since one hour before the first call of this function.
 pub(crate) fn now() -> Micros {
     static BEGAN: OnceLock<Instant> = OnceLock::new();
     let began = *BEGAN.get_or_init(Instant::now);

@@ -1,8 +1,8 @@
-//! Requests to hosts that are not healthy: degraded ones, and in panic mode all.
+//! Requests to hosts that are not healthy: degraded hosts, and in panic mode all hosts.
 //!
-//! Envoy lets the policy of a dynamic module name healthy hosts alone. So an HTTP filter of the listener decides whether a
-//! request is one of those that a built-in policy would send to another host, and names that host as the *override host* of
-//! the request. Envoy then does not ask the policy. Retries have no override host.
+//! Envoy lets the policy of a dynamic module name only healthy hosts. So an HTTP filter of the listener selects the
+//! requests that a built-in policy would send to other hosts. It names such a host as the *override host* of the
+//! request, and Envoy then does not ask the policy. Retries have no override host.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -12,7 +12,7 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
 thread_local! {
-    /// By cluster.
+    /// The detours, by cluster.
     static DETOURS: RefCell<Vec<(String, DetourRef)>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -20,10 +20,10 @@ pub(crate) type DetourRef = Rc<RefCell<Detour>>;
 
 /// Hosts of one cluster that are in use and that its policy cannot name.
 pub(crate) struct Detour {
-    /// Share of the requests for which the policy is asked.
+    /// Share of the requests whose host the policy chooses.
     policys: f64,
     hosts: Vec<Endpoint>,
-    /// Sums of the shares, of the policy and of the hosts up to each.
+    /// For each host, the policy's share plus the shares of the hosts up to it.
     sums: Vec<f64>,
     rng: SmallRng,
 }
@@ -42,7 +42,7 @@ pub(crate) fn of(cluster: &str) -> DetourRef {
 
 /// Removes the detour when its policy ends, unless a new configuration of the cluster already uses it.
 pub(crate) fn remove(detour: &DetourRef) {
-    // The list and the policy have it.
+    // The list and the ending policy hold one reference each.
     if Rc::strong_count(detour) <= 2 {
         DETOURS.with_borrow_mut(|all| all.retain(|(_, other)| !Rc::ptr_eq(other, detour)));
     }

@@ -2,12 +2,12 @@
 //!
 //! The invariants that the unsafe blocks rely on, all guaranteed by Envoy:
 //!
-//! 1. Pointers that Envoy passes to a hook are valid during that hook; configurations, load balancers and filters also until
-//!    their `destroy` hook. Wrappers with a lifetime exist only during a hook.
+//! 1. Pointers that Envoy passes to a hook are valid during that hook; configurations, load balancers and filters also
+//!    until their `destroy` hook. Wrappers with a lifetime exist only during a hook.
 //! 2. A pointer that a `new` hook returned comes back unchanged, and not after the `destroy` hook.
-//! 3. A load balancer and a filter are used by one thread alone. A policy's configuration is shared by all threads; what it
-//!    holds here can be.
-//! 4. Buffers are valid UTF-8 or not, but readable during the hook in which Envoy filled them in.
+//! 3. A load balancer and a filter are used by one thread alone. A policy's configuration is shared by all threads;
+//!    everything that it holds here can be shared.
+//! 4. Buffers need not be valid UTF-8, but they are readable during the hook in which Envoy filled them in.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -33,8 +33,8 @@ pub(crate) fn log(level: u32, message: &str) {
     unsafe { envoy_dynamic_module_callback_log(level, Buffer::of(message.as_bytes())) }
 }
 
-/// Returns whether this Envoy logs an attempt before it calls the last hook of the attempt's filter, as versions from 1.40 on
-/// do. Those also have this function, which is not used otherwise.
+/// Returns whether this Envoy logs an attempt before it calls the last hook of the attempt's filter, as versions from
+/// 1.40 on do. These versions also have the function named below, which is not used otherwise.
 pub(crate) fn logs_first() -> bool {
     static FIRST: OnceLock<bool> = OnceLock::new();
     *FIRST.get_or_init(|| {
@@ -66,8 +66,8 @@ pub(crate) struct Counter(Option<usize>);
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Gauge(Option<usize>);
 
-/// Envoy's side of a policy's configuration, which keeps its metrics. Only the main thread uses it after the configuration has
-/// been read, and only while its own policy exists, which keeps Envoy's side alive.
+/// Envoy's side of a policy's configuration, which keeps the metrics. After the configuration has been read, only the
+/// main thread uses it, and only while the main thread's own policy exists: that policy keeps Envoy's side alive.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LbConfig(pub(crate) Ptr);
 
@@ -138,8 +138,8 @@ impl Lb<'_> {
         String::from_utf8_lossy(name).into_owned()
     }
 
-    /// Returns the hosts of every priority. Without `locality_weighted`, localities do not count: Envoy shows their weights to a
-    /// module in any case.
+    /// Returns the hosts of every priority. Without `locality_weighted`, localities do not count, although Envoy shows
+    /// their weights to a module in any case.
     pub(crate) fn levels(self, locality_weighted: bool) -> Vec<Level> {
         // SAFETY: invariant 1.
         let priorities = unsafe { envoy_dynamic_module_callback_lb_get_priority_set_size(self.0) };
@@ -341,7 +341,8 @@ impl Retry<'_> {
 #[derive(Debug)]
 pub(crate) struct Scheduler(pub(crate) Ptr);
 
-// SAFETY: Envoy's scheduler takes events from any thread. It is never deleted, and ignores events once its extension is gone.
+// SAFETY: Envoy's scheduler takes events from any thread. It is never deleted, and ignores events once its extension is
+// gone.
 unsafe impl Send for Scheduler {}
 // SAFETY: as above.
 unsafe impl Sync for Scheduler {}
@@ -435,7 +436,7 @@ impl<'a> Response<'a> {
         List(if found { headers.into() } else { Cow::Borrowed(&[]) })
     }
 
-    /// Removes a header. This ends the list, which may point to it.
+    /// Removes a header. `list` is consumed, because it may point to that header.
     pub(crate) fn remove(self, name: &str, list: List<'a>) {
         drop(list);
         // SAFETY: the filter is valid during the hook.

@@ -1,7 +1,7 @@
 //! The hooks that Envoy calls: the module, the policy, the HTTP filters, the access logger, the bootstrap extension.
 //!
-//! The numbered invariants are those of [`crate::envoy`]. A panic in a hook would end Envoy. [`guarded`] catches it and returns
-//! what does least harm: no host, an attempt without report, no probe.
+//! The numbered invariants are those of [`crate::envoy`]. A panic in a hook would end Envoy. [`guarded`] catches it and
+//! returns the result that does least harm: no host, an attempt without report, no probe.
 
 use std::borrow::Cow;
 use std::ffi::c_char;
@@ -38,7 +38,7 @@ unsafe fn borrow<'a, T>(pointer: Ptr) -> Option<&'a mut T> {
     unsafe { pointer.cast::<T>().as_mut() }
 }
 
-/// Gives Envoy an object, which it returns to [`take_back`].
+/// Gives Envoy an object; [`take_back`] takes it back.
 fn give<T>(object: T) -> Ptr {
     Box::into_raw(Box::new(object)).cast()
 }
@@ -151,7 +151,7 @@ extern "C" fn envoy_dynamic_module_on_lb_choose_host(
 
 // ---- hooks: the HTTP filters ----
 
-/// What a filter is for, by the name in its configuration. It has no other settings.
+/// Purpose of a filter, according to the name in its configuration. The filter has no other settings.
 enum FilterKind {
     /// A cluster's upstream filter: one attempt.
     Attempt,
@@ -182,7 +182,7 @@ extern "C" fn envoy_dynamic_module_on_http_filter_config_destroy(config: Ptr) {
 /// A filter.
 enum Filter {
     Attempt(Attempt),
-    /// The policy was not asked for the host of this attempt to the cluster.
+    /// An attempt to the named cluster whose host this module's policy did not choose.
     Other(String),
     Detour,
 }
@@ -263,8 +263,8 @@ extern "C" fn envoy_dynamic_module_on_http_filter_response_headers(
         let response = Response { filter: envoy, kind: RESPONSE_HEADER, during: PhantomData };
         let headers = response.headers();
         attempt.response(&headers, end_of_stream);
-        // Clients must not read load. The header of the other form of a report is left to the listener's strip, as is
-        // `x-prequal-failure`, which the retry policy reads after this filter.
+        // Clients must not see the load. The `prequal-strip` of the listener removes the header of the report's other
+        // form. It also removes `x-prequal-failure`, which the retry policy reads after this filter.
         if headers.get(HEADER_LOAD).is_some() {
             response.remove(HEADER_LOAD, headers);
         }
@@ -288,7 +288,8 @@ extern "C" fn envoy_dynamic_module_on_http_filter_response_trailers(envoy: Ptr, 
     })
 }
 
-/// The last hook of a filter. Envoy 1.40 calls it a little later than the attempt's end, when nothing can be read any more.
+/// The last hook of a filter. Envoy 1.40 calls it a little later than the attempt's end, when nothing can be read any
+/// more.
 #[unsafe(no_mangle)]
 extern "C" fn envoy_dynamic_module_on_http_filter_destroy(filter: Ptr) {
     guarded((), || {
@@ -301,7 +302,7 @@ extern "C" fn envoy_dynamic_module_on_http_filter_destroy(filter: Ptr) {
     });
 }
 
-/// Hooks that Envoy requires of a filter, for functions that this one does not use.
+/// Defines hooks that Envoy requires and that this module does not use; they do nothing.
 macro_rules! unused {
     ($($name:ident($($argument:ty),*);)*) => {
         $(#[unsafe(no_mangle)] extern "C" fn $name($(_: $argument),*) {})*
@@ -350,7 +351,7 @@ extern "C" fn envoy_dynamic_module_on_access_logger_destroy(logger: Ptr) {
     let _ = unsafe { take_back::<()>(logger) };
 }
 
-/// Envoy logs an attempt: only here do its own response flags show.
+/// Handles the log entry of an attempt. Only a log entry shows the attempt's own response flags.
 #[unsafe(no_mangle)]
 extern "C" fn envoy_dynamic_module_on_access_logger_log(log: Ptr, _logger: Ptr, kind: u32) {
     if kind != LOG_UPSTREAM_END {
@@ -370,7 +371,7 @@ extern "C" fn envoy_dynamic_module_on_access_logger_log(log: Ptr, _logger: Ptr, 
 
 // ---- hooks: the bootstrap extension ----
 
-/// Envoy's side of the extension, kept for the hooks that do not name it.
+/// Envoy's side of the extension, kept for the hooks that do not pass it.
 struct Extension {
     timer: Ptr,
 }
@@ -406,7 +407,7 @@ extern "C" fn envoy_dynamic_module_on_bootstrap_extension_config_destroy(config:
     let _ = unsafe { take_back::<Extension>(config) };
 }
 
-/// The configuration is the extension; this pointer only passes it on.
+/// This module's object for the configuration is also its object for the extension.
 #[unsafe(no_mangle)]
 extern "C" fn envoy_dynamic_module_on_bootstrap_extension_new(config: Ptr, _extension: Ptr) -> Ptr {
     config
@@ -481,7 +482,7 @@ extern "C" fn envoy_dynamic_module_on_bootstrap_extension_shutdown(
     unsafe { completion(context) }
 }
 
-/// A request to the admin port, for handlers that this module does not register. Returns an HTTP status.
+/// Handles a request to the admin port. This module registers no handler for such requests. Returns an HTTP status.
 #[unsafe(no_mangle)]
 extern "C" fn envoy_dynamic_module_on_bootstrap_extension_admin_request(
     _envoy: Ptr,

@@ -1,8 +1,9 @@
 //! The hosts that Envoy's built-in policies would use now, and the share of the requests that each is meant to get.
 //!
-//! A built-in policy first draws a priority, then whether a healthy or a degraded host serves, then a locality, then a host by
-//! weight. Here the steps become one: each host's share is the product of all, so that one pool serves all priorities and
-//! localities in use. Envoy lets a module's policy name healthy hosts alone. The others are for [`crate::detour`].
+//! A built-in policy first draws a priority, then whether a healthy or a degraded host serves, then a locality, then a
+//! host by weight. Here these steps become one: a host's share is the product of the probabilities of all steps. One
+//! pool therefore serves all priorities and localities in use. Envoy lets a module's policy name only healthy hosts.
+//! The others are for [`crate::detour`].
 
 use std::collections::HashMap;
 
@@ -26,7 +27,7 @@ pub(crate) struct Level {
 /// A host.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Host {
-    /// `None` for a host without an IP address, such as a Unix socket: it takes part only in fallback.
+    /// `None` for a host without an IP address, such as a Unix socket. Only fallback uses such a host.
     pub(crate) endpoint: Option<Endpoint>,
     /// Weight in the configuration, at least 1.
     pub(crate) weight: u32,
@@ -45,7 +46,7 @@ pub(crate) enum Health {
     Unhealthy,
 }
 
-/// A host as Envoy wants it named.
+/// Position of a host, by which a policy names the host to Envoy.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Place {
     pub(crate) priority: u32,
@@ -74,8 +75,8 @@ impl Level {
         Counts { total: self.hosts.len(), healthy: of(Health::Healthy), degraded: of(Health::Degraded) }
     }
 
-    /// Shares out `load` among the hosts that are `usable`, by the weights of the localities and of the hosts. Returns the
-    /// share of each host.
+    /// Shares out `load` among the hosts that are `usable`, by the weights of the localities and of the hosts. Returns
+    /// the share of each host.
     fn share(&self, load: usize, localities: &[u32], usable: impl Fn(&Host) -> bool + Copy) -> Vec<f64> {
         if load == 0 {
             return vec![0.0; self.hosts.len()];
@@ -87,7 +88,7 @@ impl Level {
             weight: f64,
         }
         let mut groups = vec![Group::default(); localities.len().max(1)];
-        // Without localities, all hosts are in one.
+        // Without localities, all hosts are in one group.
         let index = |host: &Host| if localities.is_empty() { 0 } else { host.locality };
         for host in &self.hosts {
             if let Some(group) = groups.get_mut(index(host)) {
@@ -104,7 +105,7 @@ impl Level {
             weights.map(|(group, weight)| locality_weight(weight, group.usable, group.total)).collect();
         let total: f64 = weights.iter().sum();
         if total == 0.0 && !localities.is_empty() {
-            // No locality with a weight has such a host.
+            // No locality with a weight has a usable host, so localities do not count.
             return self.share(load, &[], usable);
         }
         let share = |host: &Host| {
@@ -185,8 +186,8 @@ impl Hosts {
         hosts.filter_map(|((_, endpoint), share)| Some(((*endpoint)?, weight(*share)))).collect()
     }
 
-    /// Chooses a host without knowing its load: of two drawn by weight, the one with fewer requests in flight, according to
-    /// `in_flight`.
+    /// Chooses a host without load reports: draws two hosts by weight, and takes the one with fewer requests in flight,
+    /// according to `in_flight`.
     pub(crate) fn fall_back(
         &self,
         rng: &mut impl Rng,
@@ -283,7 +284,7 @@ mod tests {
         let mut level = Level { hosts: hosts(1, Health::Healthy, 0, &[1, 1]), localities: vec![1, 2] };
         level.hosts.extend(hosts(11, Health::Healthy, 1, &[1, 3]));
         assert_eq!(summary(&[level.clone()]), (vec![16.7, 16.7, 16.7, 50.0], vec![]));
-        // Half of the second locality counts 0.7 times 2.
+        // Half of the second locality is healthy, so its weight is 0.7 times 2.
         level.hosts.extend(hosts(21, Health::Unhealthy, 1, &[1, 1]));
         assert_eq!(summary(&[level.clone()]), (vec![20.8, 20.8, 14.6, 43.8], vec![]));
         // A weight of 0 means no requests, unless no other host is left.

@@ -1,21 +1,22 @@
 //! Prequal as a dynamic module: native code that a stock Envoy loads.
 //!
-//! The balancer is the one of the WebAssembly filter ([`prequal_core::client`]); this crate is an adapter. It has five roles,
-//! each an extension of Envoy:
+//! The balancer is that of the WebAssembly filter ([`prequal_core::client`]); this crate is an adapter. It has five
+//! roles, each an extension of Envoy ([`attempt`] has two of them):
 //!
 //! - [`policy`]: the load-balancing policy of a cluster, which chooses a host for each attempt;
-//! - [`attempt`]: an HTTP filter in the cluster's upstream chain, which reads the report on each response, and an access logger
-//!   of the router's attempts, which shows why an attempt ended without a response;
+//! - [`attempt`]: an HTTP filter in the cluster's upstream chain, which reads the report on each response, and an
+//!   access logger of the router's attempts, which shows why an attempt ended without a response;
 //! - [`prober`]: a bootstrap extension, which sends the probes from the main thread;
-//! - [`detour`]: an HTTP filter of the listener, which names the host of requests to hosts that are not healthy. It is optional.
+//! - [`detour`]: an HTTP filter of the listener, which sends requests to hosts that are not healthy if Envoy's own
+//!   policies would do so. It is optional.
 //!
-//! All unsafe code is in three files: [`abi`] has the declarations, [`envoy`] the wrappers of what Envoy provides, [`hooks`] what
-//! Envoy calls. The other modules:
+//! All unsafe code is in three files: [`abi`] has the declarations, [`envoy`] has the wrappers of what Envoy provides,
+//! and [`hooks`] has the functions that Envoy calls. The other modules:
 //!
-//! - [`worker`]: one cluster on one thread; what threads share;
+//! - [`worker`]: one cluster on one thread, and what the threads share about it;
 //! - [`store`]: the balancer's state in this process's memory, without locks;
-//! - [`hosts`]: Envoy's host sets: priorities, localities, weights, health; [`shares`]: how Envoy shares requests among them;
-//!   [`localities`]: the number of a host's locality;
+//! - [`hosts`]: Envoy's host sets: priorities, localities, weights, health; [`shares`]: how Envoy shares requests among
+//!   them; [`localities`]: the number of a host's locality;
 //! - [`metrics`]: counters and gauges, under the filter's names;
 //! - [`clock`]: the time.
 //!
@@ -33,7 +34,8 @@ mod localities;
 mod shares;
 mod store;
 
-// Everything that calls Envoy: unit tests have no Envoy to link with. The tests of `tests/` load the module into a real one.
+// The following modules call Envoy, and unit tests have no Envoy to link with. The tests of `tests/` load the module
+// into a real one.
 #[cfg(not(test))]
 #[allow(unsafe_code, reason = "the declarations of the ABI")]
 mod abi;

@@ -1,14 +1,16 @@
 //! Which of a priority's localities a host belongs to.
 //!
-//! Envoy shows the weights of localities by number, and the numbers of healthy hosts. It does not show the numbers of others.
+//! Envoy numbers the localities. It shows the weight of each by number, and the number of each healthy host's locality.
+//! It does not show the number of any other host's locality.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Returns the number of each host's locality. `names` has the name of each host's locality, and `numbered` that of each locality
-/// with a healthy host, by number.
+/// Returns the number of each host's locality. `names` has the name of each host's locality. `numbered` has, by number,
+/// the name of each locality that has a healthy host.
 ///
-/// Envoy numbers localities by name, except that its own comes first. So the names that are left belong to the numbers that are
-/// left, in order. This may be wrong if Envoy's own locality and another have no healthy host.
+/// Envoy numbers localities in the order of their names, except that its own locality comes first. So the names without
+/// a number belong, in order, to the numbers without a name. This may be wrong if Envoy's own locality and another one
+/// have no healthy host.
 pub(crate) fn numbers<N: Copy + Ord>(names: &[N], numbered: &[Option<N>]) -> Vec<usize> {
     let named = numbered.iter().enumerate().filter_map(|(number, name)| Some(((*name)?, number)));
     let mut numbers: BTreeMap<N, usize> = named.collect();

@@ -1,7 +1,8 @@
 //! The module's metrics, with the names and labels of the WebAssembly filter's, so that one dashboard fits both.
 //!
-//! Threads count in memory ([`Tally`]), without a call to Envoy. The main thread passes the counts on ([`Metrics::tell`]): it
-//! alone knows that Envoy's side still exists, and so the counts of an idle worker arrive as well.
+//! Threads count in memory ([`Tally`]), without a call to Envoy. The main thread passes the counts on
+//! ([`Metrics::tell`]), because only that thread knows that Envoy's side still exists. The counts of an idle worker
+//! therefore arrive as well.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -27,7 +28,7 @@ const OUTCOMES: usize = REPORTS + labels::REPORTS.len();
 const PROBES: usize = OUTCOMES + labels::OUTCOMES.len();
 const EJECTIONS: usize = PROBES + labels::PROBES.len();
 const RETURNED: usize = EJECTIONS + labels::REASONS.len();
-/// Probes on their way.
+/// Probes that were sent.
 pub(crate) const SENT: usize = RETURNED + labels::REASONS.len();
 /// Probes that Envoy refused to send.
 pub(crate) const UNDISPATCHED: usize = SENT + 1;
@@ -89,7 +90,7 @@ impl Metrics {
         }
     }
 
-    /// Passes a thread's counts since the last call to Envoy.
+    /// Passes to Envoy a thread's counts since the previous call of this function.
     pub(crate) fn tell(&self, tally: &Tally) {
         for (count, counter) in tally.0.iter().zip(&self.counters) {
             self.config.add(*counter, count.swap(0, Ordering::Relaxed));

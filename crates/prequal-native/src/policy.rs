@@ -23,7 +23,7 @@ use crate::worker::{Worker, WorkerRef};
 /// One configuration of the policy.
 pub(crate) struct PolicyConfig {
     clusters: Vec<(ClusterConfig, Arc<Metrics>)>,
-    /// Envoy reads configurations on its main thread, whose policy objects serve no requests.
+    /// The main thread, on which Envoy reads configurations. Its policy objects serve no requests.
     main: ThreadId,
 }
 
@@ -81,7 +81,7 @@ pub(crate) struct Policy {
     /// `None` if the configuration does not list the cluster.
     worker: Option<WorkerRef>,
     main: bool,
-    /// Per cent.
+    /// Envoy's `healthy_panic_threshold`, per cent.
     panic_threshold: u32,
     locality_weighted: bool,
     hosts: Hosts,
@@ -125,8 +125,8 @@ impl Policy {
         Some(placed?.0)
     }
 
-    /// Chooses by requests in flight alone, as Envoy's least_request does, and as often as Envoy's policies do if a retry must
-    /// not use the host.
+    /// Chooses by requests in flight alone, as Envoy's least_request does. If a retry must not use the host, this
+    /// chooses again, as often as Envoy's policies do.
     fn fall_back(&mut self, lb: Lb<'_>, retry: Retry<'_>) -> Option<(Place, Option<Endpoint>)> {
         let Self { hosts, rng, .. } = self;
         let mut draw = || hosts.fall_back(rng, |place| lb.in_flight(place));

@@ -17,7 +17,8 @@ use crate::envoy::{Bootstrap, Scheduler};
 use crate::metrics::{Metrics, SENT, UNDISPATCHED};
 use crate::worker::{TICK_US, Worker, WorkerRef};
 
-/// Maximum number of probes in flight. Beyond this, the probe clusters are not answering and more probes would not help.
+/// Maximum number of probes in flight. Beyond this, the probe clusters are not answering and more probes would not
+/// help.
 const MAX_IN_FLIGHT: usize = 1024;
 /// Period of the main thread's timer, milliseconds.
 pub(crate) const TICK_MS: u64 = TICK_US / 1000;
@@ -48,7 +49,7 @@ struct Probe {
 /// Registers the prober of this process.
 ///
 /// # Errors
-/// There is one already.
+/// If there is one already.
 pub(crate) fn start(scheduler: Scheduler) -> Result<(), String> {
     SCHEDULER.set(scheduler).map_err(|_| "there is already a bootstrap extension of Prequal".to_owned())
 }
@@ -65,8 +66,8 @@ pub(crate) fn wake() {
     }
 }
 
-/// Adds a cluster to probe for, on the main thread. It replaces that of the cluster's previous configuration, and leaves
-/// with its policy.
+/// Adds a cluster to probe for, on the main thread. It replaces the entry of the cluster's previous configuration, and
+/// is removed when its policy ends.
 pub(crate) fn add(worker: &WorkerRef, metrics: &Arc<Metrics>) {
     let cluster = worker.borrow().cluster().to_owned();
     CLUSTERS.with_borrow_mut(|all| {
@@ -75,13 +76,14 @@ pub(crate) fn add(worker: &WorkerRef, metrics: &Arc<Metrics>) {
     });
 }
 
-/// Removes a cluster when its policy ends: then Envoy's side of the metrics may end as well.
+/// Removes a cluster when its policy ends, because Envoy's side of the metrics may then end as well.
 pub(crate) fn remove(worker: &WorkerRef) {
     let of_worker = |probed: &Probed| std::ptr::eq(probed.worker.as_ptr(), Rc::as_ptr(worker));
     CLUSTERS.with_borrow_mut(|all| all.retain(|probed| !of_worker(probed)));
 }
 
-/// Returns the clusters to probe for. Calls of Envoy may change the list, so it is not borrowed meanwhile.
+/// Returns the clusters to probe for. Calls to Envoy may change the list, so it is not borrowed while the clusters are
+/// in use.
 fn clusters() -> Vec<(WorkerRef, Arc<Metrics>)> {
     let live = |probed: &Probed| Some((probed.worker.upgrade()?, Arc::clone(&probed.metrics)));
     CLUSTERS.with_borrow(|all| all.iter().filter_map(live).collect())
@@ -108,7 +110,8 @@ fn send(bootstrap: Bootstrap<'_>, worker: &WorkerRef, due: ProbesDue) {
     if due.is_empty() {
         return;
     }
-    // Envoy provides the membership, so the probes that would discover it go to replicas of which nothing was heard lately.
+    // Envoy provides the membership, so nothing needs to be discovered. Discovery probes go to replicas without recent
+    // reports instead.
     let due = ProbesDue { addressed: due.addressed + due.discovery, discovery: 0 };
     let (targets, cluster, timeout_ms) = {
         let mut guard = worker.borrow_mut();
@@ -125,8 +128,8 @@ fn send(bootstrap: Bootstrap<'_>, worker: &WorkerRef, due: ProbesDue) {
             (HEADER_DEST, address.as_str()),
         ];
         let full = PROBES.with_borrow(HashMap::len) >= MAX_IN_FLIGHT;
-        // A reply that comes during the call has a number that is not known yet; Envoy then also refuses the call. So nothing
-        // may be borrowed here.
+        // The hook for the reply may run during this call, so nothing may be borrowed here. The number of such a reply
+        // is not known yet; Envoy then also refuses the call.
         let number = (!full).then(|| bootstrap.call(&cluster, &headers, timeout_ms)).flatten();
         let worker_now = worker.borrow();
         let counters = worker_now.balancer.counters();
@@ -141,7 +144,7 @@ fn send(bootstrap: Bootstrap<'_>, worker: &WorkerRef, due: ProbesDue) {
     }
 }
 
-/// Handles the reply to a call; `headers` is `None` if there was none.
+/// Handles the reply to a call; `headers` is `None` if there was no reply.
 pub(crate) fn replied(number: u64, headers: Option<&impl Headers>) {
     let Some(probe) = PROBES.with_borrow_mut(|probes| probes.remove(&number)) else { return };
     let Some(worker) = probe.worker.upgrade() else { return };
@@ -152,6 +155,6 @@ pub(crate) fn replied(number: u64, headers: Option<&impl Headers>) {
     let reply: Result<Reply, ProbeEnd> =
         headers.map_or(Err(ProbeEnd::Refused), |headers| Reply::read(headers, verified));
     balancer.replied(now, Some(probe.target), false, reply);
-    // The main thread places no requests with which the load could be applied.
+    // The main thread makes no picks, which would apply the reported load, so it is applied here.
     balancer.apply(now, rng);
 }

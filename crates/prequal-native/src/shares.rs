@@ -1,10 +1,11 @@
-//! How Envoy's built-in policies share requests: among priorities, between healthy and degraded hosts, among localities. Pure
-//! arithmetic.
+//! How Envoy's built-in policies share requests: among priorities, between healthy and degraded hosts, among
+//! localities. Pure arithmetic.
 //!
-//! The rules and the values in the tests are those of Envoy's documentation ("Priority levels", "Degraded endpoints", "Panic
-//! threshold", "Locality weighted load balancing"). Percentages are whole numbers, rounded as Envoy rounds them.
+//! The rules and the values in the tests are those of Envoy's documentation ("Priority levels", "Degraded endpoints",
+//! "Panic threshold", "Locality weighted load balancing"). Percentages are whole numbers, rounded as Envoy rounds them.
 
-/// Envoy's overprovisioning factor, per cent: hosts below 100/1.4 % of their priority or locality pass on some requests.
+/// Envoy's overprovisioning factor, per cent. A priority or locality passes on some requests if less than 100/1.4 % of
+/// its hosts are usable.
 const OVERPROVISIONING: usize = 140;
 
 /// Number of hosts of one priority, or of one locality in it.
@@ -16,7 +17,7 @@ pub(crate) struct Counts {
     pub(crate) degraded: usize,
 }
 
-/// Share of the requests of one priority, per cent.
+/// Share of all requests that goes to one priority, per cent.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Load {
     /// For the healthy hosts.
@@ -27,10 +28,11 @@ pub(crate) struct Load {
     pub(crate) panic: bool,
 }
 
-/// Returns the load of each priority, from the most to the least preferred. The sum is 100, except without any priority.
+/// Returns the load of each priority, from the most to the least preferred. The sum is 100, except without any
+/// priority.
 ///
-/// A priority is in panic if less than `panic_threshold` per cent of its hosts are healthy or degraded, and if all priorities
-/// together cannot take all requests.
+/// A priority is in panic if less than `panic_threshold` per cent of its hosts are healthy or degraded, and if all
+/// priorities together cannot take all requests.
 pub(crate) fn loads(priorities: &[Counts], panic_threshold: u32) -> Vec<Load> {
     let healthy: Vec<usize> =
         priorities.iter().map(|counts| available(counts.healthy, counts.total)).collect();
@@ -62,8 +64,8 @@ fn available(hosts: usize, total: usize) -> usize {
     (OVERPROVISIONING * hosts).checked_div(total).unwrap_or(0).min(100)
 }
 
-/// Shares the requests by what each priority can take: healthy hosts first, then degraded ones. If all together can take less
-/// than 100 %, the shares grow in proportion to `total`.
+/// Shares the requests by what each priority can take: healthy hosts first, then degraded ones. `total` is what all
+/// together can take, at most 100 %. If it is less, all shares are scaled up by the same factor.
 fn by_availability(healthy: &[usize], degraded: &[usize], total: usize) -> Vec<Load> {
     let mut left = 100;
     let mut take = |available: &usize| {
@@ -76,7 +78,7 @@ fn by_availability(healthy: &[usize], degraded: &[usize], total: usize) -> Vec<L
     let loads = healthy_loads.into_iter().zip(degraded_loads);
     let mut loads: Vec<Load> =
         loads.map(|(healthy, degraded)| Load { healthy, degraded, panic: false }).collect();
-    // What rounding has left goes to the first priority that can take anything.
+    // The remainder of the rounding goes to the first priority that can take anything.
     if let Some(first) = healthy.iter().position(|available| *available > 0) {
         loads.iter_mut().skip(first).take(1).for_each(|load| load.healthy += left);
     } else if let Some(first) = degraded.iter().position(|available| *available > 0) {
@@ -219,7 +221,7 @@ mod tests {
         assert_eq!(shares(&loads(&[Counts::default()], 50)), [(100, 0)]);
     }
 
-    /// Localities of weight 1 and 2, the second one healthy: the share of the first.
+    /// Tests the share of the first of two localities. Their weights are 1 and 2, and the second one is healthy.
     #[test]
     fn localities_count_by_weight_and_availability() {
         for (healthy, expected) in [(100, 33), (72, 33), (69, 32), (50, 26), (25, 15), (0, 0)] {

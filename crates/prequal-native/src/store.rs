@@ -1,7 +1,8 @@
 //! State that the threads of this Envoy share: immutable values behind atomic pointers.
 //!
-//! A pick copies the current value, changes the copy, and swaps the pointer if no other thread has. No thread ever waits for
-//! another. The copy goes where the value was that this thread replaced last, so a pick allocates no memory.
+//! A pick copies the current value, changes the copy, and swaps the pointer if no other thread has. No thread ever
+//! waits for another. The copy reuses the memory of the value that this thread replaced last, so a pick allocates no
+//! memory.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -40,7 +41,7 @@ impl Store for Shared {
         let new = || Arc::new(ArcSwap::from_pointee(Numbered::<B>::default()));
         let mut values = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let value = values.entry(name.to_owned()).or_insert_with(|| new());
-        // A name always has the same type.
+        // The value of a name always has the same type.
         let cell = Arc::clone(value).downcast().unwrap_or_else(|_| new());
         Slot { cell, spare: Arc::default() }
     }
@@ -88,7 +89,7 @@ mod tests {
     use std::borrow::Cow;
     use std::collections::HashSet;
 
-    /// A number of which threads count up.
+    /// A number that the threads increment.
     #[derive(Clone, Debug, Default)]
     struct Count(u64);
 

@@ -1,4 +1,4 @@
-//! One upstream cluster on one thread of Envoy, and what its threads share.
+//! One upstream cluster on one thread of Envoy, and what Envoy's threads share about the cluster.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -17,14 +17,16 @@ use rand::rngs::SmallRng;
 use crate::metrics::{Metrics, Tally};
 use crate::store::Shared;
 
-/// Period of the work that is not urgent, microseconds. Envoy has no timers for policies, so a worker does it at the next pick
-/// after the period; the main thread has a timer.
+/// Period of the work that is not urgent, microseconds. Envoy has no timers for policies, so a worker does it at the
+/// next pick after the period; the main thread has a timer.
 pub(crate) const TICK_US: u64 = 250_000;
 
-/// Time since the last pick after which a worker does not wait for the next one to apply what it has learned, microseconds.
+/// Time after a pick within which a busy worker leaves it to the next pick to apply what responses have shown,
+/// microseconds. Later, the worker applies it at once.
 const SOON_US: u64 = 10_000;
 
-/// What the threads share about one upstream cluster. It outlives configurations: an update goes on with the same pool.
+/// What the threads share about one upstream cluster. It outlives configurations: after an update, the same pool
+/// remains in use.
 #[derive(Default)]
 pub(crate) struct Common {
     /// Pool, membership, ejections.
@@ -49,7 +51,7 @@ impl Common {
     pub(crate) fn ask(&self, probes: ProbesDue) -> bool {
         let count = probes.addressed + probes.discovery;
         if count == 0 {
-            // Most picks: they must not write to what all threads share.
+            // This is the case for most picks. They must not write to memory that all threads share.
             return false;
         }
         self.due.fetch_add(count, Ordering::Relaxed);
@@ -96,7 +98,7 @@ impl Worker {
         let common = Common::of(&config.cluster);
         let tally = Tally::new();
         common.tallies.lock().unwrap_or_else(PoisonError::into_inner).push(tally.clone());
-        // The shim is another way to carry out the choice; here the choice needs none.
+        // Only the WebAssembly filter needs a shim to carry out its choice.
         let balancer =
             Balancer::new(config, Shim::StatefulSession, &common.values, tally, now).with_known_fleet();
         Self {
@@ -116,7 +118,8 @@ impl Worker {
         &self.balancer.config().cluster
     }
 
-    /// Chooses for one request; a worker whose tick is due does that first. The second value says whether to wake the prober.
+    /// Chooses a replica for one request. If the worker's tick is due, it comes first. The second value is whether to
+    /// wake the prober.
     pub(crate) fn begin(&mut self, now: Micros) -> (Request, bool) {
         let mut wake = false;
         if self.ticked.is_none_or(|at| now.saturating_since(at) >= TICK_US) {
@@ -135,7 +138,7 @@ impl Worker {
         self.balancer.tick(now, &mut self.rng)
     }
 
-    /// Does the main thread's periodic work: shows the metrics. Returns the probes that are due for lack of requests.
+    /// Does the main thread's periodic work, which includes the metrics. Returns the idle probes that are due.
     pub(crate) fn tick_main(&mut self, metrics: &Metrics, now: Micros) -> ProbesDue {
         self.apply_fleet(now);
         let tick = self.tick(now);
@@ -152,7 +155,8 @@ impl Worker {
         }
     }
 
-    /// Notes the fleet according to Envoy. It is applied once the current change is over: Envoy may announce it by parts.
+    /// Notes the fleet according to Envoy. It is applied once the current change is over, because Envoy may announce a
+    /// change in parts.
     pub(crate) fn set_fleet(&mut self, fleet: Vec<(Endpoint, u16)>) {
         (self.fleet, self.fleet_changed) = (Some(fleet), true);
     }
@@ -164,7 +168,8 @@ impl Worker {
         }
     }
 
-    /// Makes the fleet according to Envoy the membership: what threads learn from responses and replies must not outlast it.
+    /// Makes the fleet according to Envoy the membership. Members that threads learn from responses and replies must
+    /// not stay if Envoy does not have them.
     fn apply_fleet(&mut self, now: Micros) {
         self.fleet_changed = false;
         if let Some(fleet) = &mut self.fleet {

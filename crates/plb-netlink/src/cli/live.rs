@@ -183,7 +183,8 @@ fn survive(output: Output, error: Error, failing: &mut Option<Instant>) -> Resul
     Ok(())
 }
 
-/// Builds the configuration. Parameters that are not given come from the kernel's knobs, so that both behave alike.
+/// Builds the configuration. Parameters that are not given come from the kernel's knobs, so that `plb run` and the
+/// kernel behave alike.
 fn config(args: &RunArgs) -> Result<Config> {
     let kernel = PlbParams::read().unwrap_or_default();
     PlbParams {

@@ -1,5 +1,5 @@
 //! One request on its way to the replica behind this Envoy. It counts as in flight until the replica has answered it;
-//! then its outcome is classified. The speed at which its client sends and receives is not held against the replica.
+//! then its outcome is classified. The speed at which its client sends and receives does not count against the replica.
 //!
 //! Requests are classified as in the agent's table (`crates/probe-agent/src/body.rs`), except that here Envoy reports
 //! who ended the request. A request that Envoy itself answered counted as in flight, but shows nothing about the
@@ -176,7 +176,8 @@ impl InboundStream {
             Class::Answer if self.failed => (Outcome::Failure, Some(true)),
             Class::Answer if self.progress.complete => (Outcome::Success, Some(true)),
             Class::Answer | Class::ClientAbort | Class::Local => (Outcome::Aborted, None),
-            // The replica's port has no listener. After other failures the replica may still be warm.
+            // If the connection was refused, the replica's port has no listener. Other failures do not show that the
+            // replica is down.
             Class::UpstreamFailure if refused() => (Outcome::Failure, Some(false)),
             Class::UpstreamFailure => (Outcome::Failure, None),
         }

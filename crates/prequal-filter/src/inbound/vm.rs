@@ -20,8 +20,8 @@ use crate::store::{seed, update};
 /// Period at which a root of this role ticks.
 pub(crate) const TICK: Duration = Duration::from_millis(HEARTBEAT_MS as u64);
 
-/// Key of the slot table. In Istio all plugins share one namespace. The table has had one version so far; another
-/// version needs other gauge names as well as another key, because each table assigns slots from 0.
+/// Key of the slot table. Its prefix is needed because in Istio all plugins share one namespace. The table has had one
+/// version so far. Another version needs another key and other gauge names, because each table assigns slots from 0.
 const TABLE: &str = "prequal/1/inbound/slots";
 
 thread_local! {
