@@ -393,8 +393,8 @@ impl Tracker {
     }
 }
 
-/// Multiple of the expected latency beyond which an overtaken request is very long. Half of it also takes requests apart that
-/// are merely long; with twice as much, very long ones still raise the estimate (ADR 8).
+/// Multiple of the expected latency beyond which an overtaken request is very long. With 5, requests that are merely long
+/// also leave the estimate; with 20, very long ones still raise it (ADR 8).
 const LONG: f64 = 10.0;
 /// Number of requests that must have succeeded since the long one was first overtaken. If the replica itself has become
 /// slow, fewer do.
@@ -592,6 +592,100 @@ mod tests {
             // The RIF on the wire counts them, so the knee does, too.
             assert!((long + 1..long + 3).contains(&knee), "{long}: {knee}");
         }
+    }
+
+    /// A tracker after a second of requests that take 10 ms each, one every 20 ms; the next one is due at 1000 ms.
+    fn at_ten_ms() -> Tracker {
+        let mut tracker = Tracker::new(TrackerConfig::default());
+        serve_from(&mut tracker, 0, 50);
+        tracker
+    }
+
+    /// Serves `count` requests that take 10 ms each, one every 20 ms.
+    fn serve_from(tracker: &mut Tracker, at: u64, count: u64) {
+        for at in (0..count).map(|nth| at + nth * 20) {
+            serve(tracker, at, 10);
+            assert!(tracker.capacity(ms(at + 10)).is_some());
+        }
+    }
+
+    #[test]
+    fn a_very_long_request_is_one_that_is_ten_times_as_old_and_that_ten_have_overtaken() {
+        // After the first request that overtakes it, nine are too few, although it is old enough.
+        let mut tracker = at_ten_ms();
+        let long = tracker.start(ms(999));
+        serve_from(&mut tracker, 1000, 10);
+        assert_eq!(tracker.present(), Present { rif: 1, away: 0 });
+        serve_from(&mut tracker, 1200, 1);
+        assert_eq!(tracker.present(), Present { rif: 1, away: 1 });
+        tracker.finish(long, ms(1300), Outcome::Success);
+        assert_eq!(tracker.present(), Present::default());
+
+        // Twenty requests pass this one while it is merely a little older than usual.
+        let mut tracker = at_ten_ms();
+        let long = tracker.start(ms(1000));
+        let others: Vec<_> = (0..20).map(|_| tracker.start(ms(1001))).collect();
+        others.into_iter().for_each(|ticket| _ = tracker.finish(ticket, ms(1011), Outcome::Success));
+        assert_eq!(tracker.present(), Present { rif: 1, away: 0 });
+        serve_from(&mut tracker, 1500, 1);
+        assert_eq!(tracker.present(), Present { rif: 1, away: 1 });
+        tracker.finish(long, ms(1600), Outcome::Aborted);
+    }
+
+    #[test]
+    fn a_very_long_request_stays_away_when_its_client_is_back() {
+        let mut tracker = at_ten_ms();
+        let long = tracker.start(ms(1000));
+        serve_from(&mut tracker, 1000, 20);
+        tracker.client_waits(long.visit(), ms(1400));
+        tracker.client_is_back(long.visit(), ms(1410));
+        assert_eq!(tracker.present(), Present { rif: 1, away: 1 });
+        tracker.finish(long, ms(1500), Outcome::Success);
+        assert_eq!(tracker.present(), Present::default());
+    }
+
+    #[test]
+    fn what_overtook_a_request_before_it_waited_for_its_client_does_not_count() {
+        let mut tracker = at_ten_ms();
+        let slow = tracker.start(ms(999));
+        serve_from(&mut tracker, 1000, 5);
+        tracker.client_waits(slow.visit(), ms(1100));
+        tracker.client_is_back(slow.visit(), ms(1999));
+        serve_from(&mut tracker, 2000, 10);
+        assert_eq!(tracker.present(), Present { rif: 1, away: 0 });
+        serve_from(&mut tracker, 2200, 1);
+        assert_eq!(tracker.present(), Present { rif: 1, away: 1 });
+        tracker.finish(slow, ms(2300), Outcome::Success);
+        assert!(tracker.overtaken.oldest().is_none());
+    }
+
+    #[test]
+    fn an_overtaken_request_that_ends_or_waits_for_its_client_does_not_hide_a_very_long_one() {
+        let mut tracker = at_ten_ms();
+        let [ends, waits] = [0, 0].map(|_| tracker.start(ms(998)));
+        serve_from(&mut tracker, 1000, 1);
+        tracker.finish(ends, ms(1010), Outcome::Success);
+        tracker.client_waits(waits.visit(), ms(1010));
+        let long = tracker.start(ms(1019));
+        serve_from(&mut tracker, 1020, 1);
+        tracker.finish(waits, ms(1030), Outcome::Success);
+        assert_eq!(tracker.overtaken.len(), 1);
+        serve_from(&mut tracker, 1040, 20);
+        assert_eq!(tracker.present(), Present { rif: 1, away: 1 });
+        tracker.finish(long, ms(1500), Outcome::Success);
+    }
+
+    #[test]
+    fn the_end_of_a_very_long_request_overtakes_nothing_in_another_worker() {
+        let (mut one, mut other) = (at_ten_ms(), at_ten_ms());
+        let long = other.start(ms(1000));
+        serve_from(&mut other, 1000, 20);
+        let _stuck = one.start(ms(1200));
+        // Its latency does not include the time after it was left out, so it seems to have arrived late.
+        let ended = other.finish(long, ms(2000), Outcome::Success);
+        assert!(ended.level == 0 && ended.latency_us < 500_000, "{ended:?}");
+        one.record(ended);
+        assert_eq!(one.latency_at(ms(2000), 1, None), Some(800_000));
     }
 
     #[test]
