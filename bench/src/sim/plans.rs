@@ -20,6 +20,7 @@ mod fleet;
 mod fleets;
 mod others;
 mod paper;
+mod random;
 mod sidecars;
 pub(crate) mod sources;
 
@@ -74,7 +75,7 @@ impl RunLength {
 }
 
 /// Names, in the order of the report.
-pub(crate) const NAMES: [&str; 22] = [
+pub(crate) const NAMES: [&str; 23] = [
     "calibration",
     "fig6",
     "fig7",
@@ -94,13 +95,14 @@ pub(crate) const NAMES: [&str; 22] = [
     "budget",
     "variants",
     "fleets",
+    "random",
     "sidecars",
     "plbsim",
     "speed",
 ];
 
 /// Experiments that `all --quick` leaves out: CI would wait for them, or fail on goals that are known to be missed.
-pub(crate) const NOT_IN_CI: [&str; 1] = ["sidecars"];
+pub(crate) const NOT_IN_CI: [&str; 2] = ["random", "sidecars"];
 
 pub(crate) fn plan(name: &str, length: RunLength) -> Option<Experiment> {
     Some(match name {
@@ -123,6 +125,7 @@ pub(crate) fn plan(name: &str, length: RunLength) -> Option<Experiment> {
         "budget" => fleet::budget(length),
         "variants" => fleet::variants(length),
         "fleets" => fleets::fleets(length),
+        "random" => random::random(length),
         "sidecars" => sidecars::sidecars(length),
         _ => return None,
     })

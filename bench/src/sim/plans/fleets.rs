@@ -47,7 +47,7 @@ impl Point {
     }
 
     /// Makes the first `servers` servers `times` slower for `seconds`, from `after` seconds after the warm-up.
-    fn slowed(self, servers: usize, times: f64, after: f64, seconds: f64) -> Self {
+    pub(super) fn slowed(self, servers: usize, times: f64, after: f64, seconds: f64) -> Self {
         self.with(|scenario| {
             let from = scenario.warm_up + after;
             for (at, times) in [(from, times), (from + seconds, 1.0)] {
@@ -161,7 +161,7 @@ fn all() -> Vec<Point> {
             .with(|scenario| scenario.measured = 120.0),
         fleet("10 × 1 core, exactly 20, 80 %", &[(10, NO_QUEUE, 20.0)], Exact, 400.0).with(on_one_core),
         fleet("10 × 1 core, exp 20, 80 %", &[(10, NO_QUEUE, 20.0)], Exponential, 400.0).with(on_one_core),
-        // Fleets that fit a pool of 128 reports, but not one of 24: few clients share them, or one has them alone.
+        // Fleets for which a pool of 128 reports is large enough, but one of 24 is not. They have one client or few.
         fleet("90 × 1, exp 140, 70 %", &[(90, 1, 140.0)], Exponential, 450.0),
         fleet("70 × 1, exp 140, 70 %, 2 clients", &[(70, 1, 140.0)], Exponential, 350.0).clients(2),
         fleet("90 × 1, exp 140, 70 %, 4 clients", &[(90, 1, 140.0)], Exponential, 450.0).clients(4),
@@ -173,8 +173,8 @@ fn all() -> Vec<Point> {
     ]
 }
 
-/// Seconds until the server that healed or joined gets half of its fair share within a second, counted from that change.
-/// Infinite if it never does, NaN if the scenario does not have exactly one such server.
+/// Seconds from the change in which a server healed or joined until the server gets half of its fair share within a
+/// second. Infinite if it never does, NaN if the scenario does not have exactly one such server.
 fn seconds_to_share(scenario: &SimScenario, run: &RunRecord) -> f64 {
     let (since, server) = match scenario.changes[..] {
         [(_, SimChange::Work(slowed, _)), (healed_at, SimChange::Work(healed, _))] if slowed == healed => {

@@ -31,6 +31,7 @@ pub(crate) fn charts(name: &str, cells: &Cells) -> Vec<Chart> {
     match name {
         "calibration" => vec![calibrated(cells)],
         "fleets" => fleets::charts(cells),
+        "random" => random::charts(cells),
         _ => Vec::new(),
     }
 }
@@ -304,8 +305,9 @@ fn netflix(cells: &Cells) -> Vec<Statement> {
 /// A fleet, a rule, and p50, p99 and p99.9 under round robin, least loaded, that rule and C3.
 type Independent = (&'static str, &'static str, [[f64; 3]; 4]);
 const COLLAPSE: [f64; 3] = [f64::INFINITY; 3];
-/// Results of the independent simulation (docs/results/evaluation.md says what that is) for the same fleets, ms. There, rules on Prequal's pool had 0.7 probes per query and
-/// the reports on responses. Here, the paper's rules have only their three probes per query.
+/// Results of the independent simulation (docs/results/evaluation.md says what that is) for the same fleets, ms. There,
+/// rules on Prequal's pool had 0.7 probes per query and the reports on responses. Here, the paper's rules have only
+/// their three probes per query.
 const INDEPENDENT: [Independent; 16] = [
     (
         "16 × 4, exp 40, 80 %",
