@@ -1,7 +1,8 @@
-//! Checks the documents: links lead somewhere, settings are accepted, commands run or are parsed by their programs, and the
-//! getting-started page works line by line.
+//! Checks the documents: links lead somewhere, settings are accepted, commands run or are parsed by their programs, and
+//! the getting-started page works line by line.
 
 mod commands;
+mod compose;
 mod getting_started;
 
 use std::collections::BTreeSet;
@@ -231,8 +232,8 @@ fn is_of_native(shown: &Value) -> Result<()> {
     validates(&config)
 }
 
-/// Checks that an Envoy Gateway policy is the shipped one, which the mesh's tests run. The page leaves out what does not concern
-/// load reports.
+/// Checks that an Envoy Gateway policy is the shipped one, which the mesh's tests run. The page omits what does not
+/// concern load reports.
 fn is_backend_policy(shown: &Value) -> Result<()> {
     let mut shipped = manifests::documents("envoy-gateway/utilization.yaml")?.swap_remove(0);
     shipped["spec"].as_object_mut().context("a specification")?.remove("useClientProtocol");
