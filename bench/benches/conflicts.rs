@@ -1,10 +1,10 @@
-//! Measures how often workers that share one pool conflict: writes that fail because another worker wrote first and are
-//! retried, and writes given up after eight tries.
+//! Measures how often workers that share one pool conflict. A write fails if another worker wrote first. The worker
+//! then retries, and gives up after eight tries.
 //!
-//! The first part runs in virtual time: every worker has a thread and a balancer, requests arrive at random (Poisson), and
-//! every transaction takes the same time from read to write. Only the worker that is due first runs, so a run repeats
-//! exactly. The second part uses real threads that do nothing else, as fast as the cores allow; its numbers depend on this
-//! machine.
+//! The first part runs in virtual time: every worker has a thread and a balancer, requests arrive at random (Poisson),
+//! and every transaction takes the same time from read to write. Only the worker that is due first runs, so a run
+//! repeats exactly. In the second part, real threads handle requests without a pause, as fast as the cores allow; its
+//! numbers depend on this machine.
 
 mod served;
 
@@ -36,8 +36,9 @@ const TRANSACTIONS_US: [u64; 3] = [5, 10, 20];
 const FLEET: u16 = 16;
 /// Interval between two ticks of a worker.
 const TICK_US: u64 = 250_000;
-/// The workers start one after the other within this time. Then they serve about this many requests together.
+/// The workers start one after the other within this time.
 const START_US: u64 = 100_000;
+/// Approximate number of requests that all workers together then serve.
 const REQUESTS: f64 = 20_000.0;
 const ANSWER_US: u64 = 10_000;
 const REPLY_US: u64 = 1000;
@@ -255,7 +256,7 @@ fn in_virtual_time(workers: usize, rate: f64, transaction_us: u64) -> Totals {
     })
 }
 
-/// Runs real threads that do nothing else.
+/// Runs real threads that handle requests without a pause.
 fn hammered(workers: usize) -> (Totals, f64) {
     let values = Mutex::new(Values::default());
     let began = Instant::now();
@@ -278,7 +279,7 @@ fn shares([requests, again, given_up]: Totals) -> String {
 }
 
 fn main() {
-    // This benchmark does not use criterion, so it skips test runs and filters for other benchmarks by itself.
+    // This benchmark does not use criterion, so it has to skip test runs, and runs of other benchmarks, by itself.
     let args: Vec<String> = std::env::args().skip(1).collect();
     let fits = |arg: &String| arg == "--bench" || "conflicts".contains(arg.as_str());
     if !args.iter().any(|arg| arg == "--bench") || !args.iter().all(fits) {

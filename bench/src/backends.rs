@@ -1,8 +1,9 @@
 //! The replicas of every benchmark, in one child process so that their CPU time is counted separately.
 //!
 //! This file defines what a replica can be ([`ReplicaSpec`], [`Change`]); `backends/replica.rs` implements its behaviour.
-//! Parent and child communicate over the child's standard streams, one JSON line per message: first the whole [`Fleet`],
-//! then one [`Change`] at a time. The child ends when its standard input is closed, hence also when the parent is killed.
+//! Parent and child communicate over the child's standard streams, one JSON line per message: first the whole
+//! [`Fleet`], then one [`Change`] at a time. The child ends when its standard input is closed, so also when the parent
+//! is killed.
 
 mod clock;
 mod engine;

@@ -48,7 +48,8 @@ const NO_FILTER: &str = "no filter";
 const NATIVE_CHAIN: &str = "native chain";
 const EMPTY_MODULE: &str = "+ empty module";
 const ADAPTIVE: &str = "+ filter, adaptive (default)";
-/// What native modules cost that do nothing: the strip that they need too; with a policy; with all of the hooks.
+/// Native modules that do nothing: only the filter `prequal-strip`, which they need too; with a policy; with all of the
+/// hooks.
 const STRIP: &str = "strip alone";
 const EMPTY_POLICY: &str = "native, empty policy";
 const EMPTY_NATIVE: &str = "native, empty module";

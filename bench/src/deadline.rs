@@ -1,4 +1,4 @@
-//! Measures how long a synchronous request waits if no agent answers: Envoy's timers are coarse.
+//! Measures how far a synchronous request overshoots its deadline if no agent answers: Envoy's timers are coarse.
 //!
 //! Replicas serve at once but let every probe hang. The overshoot is judged by the filter's own histogram of waits, which
 //! end when the filter decides. The client's excess over the deadline also includes Envoy, the replica and the generator.

@@ -245,7 +245,7 @@ fn agent_args(arm: Arm, fleet: &Fleet) -> Vec<String> {
         (Arm::Rule(rule), _) if rule.starts_with("zuul") => {
             vec!["--netflix-utilization".to_owned(), ZUUL_MAX_IN_FLIGHT.to_string()]
         }
-        // The source of the policy's weights.
+        // These reports give the policy its weights.
         (Arm::Cswrr, _) => ["--orca", "text"].map(str::to_owned).into(),
         (Arm::CswrrOutOfBand, _) => ["--orca-streams", "100"].map(str::to_owned).into(),
         _ => Vec::new(),
@@ -358,11 +358,11 @@ pub(crate) fn empty_native_module() -> Result<PathBuf> {
     let (source, module) = (folder.join("empty.c"), folder.join("libempty_native.so"));
     fs::create_dir_all(&folder)?;
     fs::write(&source, include_str!("empty.c"))?;
-    // Through another name: an Envoy may have loaded the file.
+    // Compile to another name, then rename: an Envoy may have loaded the file.
     let next = folder.join(format!("empty-{}.so", std::process::id()));
     let mut compile = Command::new("cc");
     compile.args(["-O2", "-shared", "-fPIC", "-o"]).arg(&next).arg(&source);
-    ensure!(compile.status().context("cc")?.success(), "cc built no module of {}", source.display());
+    ensure!(compile.status().context("cc")?.success(), "cc could not build {}", source.display());
     fs::rename(&next, &module)?;
     Ok(module)
 }

@@ -256,7 +256,8 @@ fn client() -> HttpClient {
         .build(connector)
 }
 
-/// Sends one request; returns status, headers and the instant at which these arrived, or `None` unless a complete answer did.
+/// Sends one request; returns status, headers and the instant at which these arrived, or `None` if no complete answer
+/// arrived.
 async fn one(
     client: &HttpClient,
     uri: http::Uri,

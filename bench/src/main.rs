@@ -56,12 +56,12 @@ enum Command {
     Peers(e2e::Peers),
     /// CPU time per request: the filter step by step, and the agent against other proxies
     Cost(cost::Cost),
-    /// The paper's load ramp: replicas that burn CPU in cgroups, beside antagonists; needs root
+    /// The paper's load ramp: replicas that burn CPU in cgroups, next to antagonists; needs root
     Contention(contention::Contention),
     /// Replicas and antagonists of `contention` (started by it)
     #[command(hide = true)]
     ContentionPart,
-    /// Other load generators as judges: vegeta, fortio, h2load and oha against ours
+    /// Checks our load generator against others: vegeta, fortio, h2load and oha
     Generators(generators::Generators),
     /// CPU time per request as replicas, clusters, workers or requests in flight grow
     Growth(cost::growth::Growth),
@@ -69,7 +69,7 @@ enum Command {
     Memory(cost::resident::MemoryArgs),
     /// Many Envoys with few requests each, against one: latency, messages, and the cost at rest
     Sidecars(sidecars::Sidecars),
-    /// PLB beneath the service, on a fabric of namespaces: the effect of repathing
+    /// PLB below the service, on a fabric of network namespaces: the effect of repathing
     Plb(plb::Plb),
     /// Agents and backends of `plb` (started by it)
     #[command(hide = true)]

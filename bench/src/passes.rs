@@ -14,8 +14,8 @@ pub(crate) struct Length {
     /// Passes over all policies [default: 3; cpu-bound 5; with --quick 1]
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1000))]
     passes: Option<u64>,
-    /// Judged seconds per run, or per step of a ramp [default: 60; contention and generators 30; cpu-bound and idle 20; with
-    /// --quick a fifth]
+    /// Judged seconds per run, or per step of a ramp [default: 60; contention and generators 30; cpu-bound and idle 20;
+    /// with --quick a fifth]
     #[arg(long, value_parser = clap::value_parser!(u64).range(4..=3600))]
     seconds: Option<u64>,
     /// One short pass, to check that it works: its figures are not meaningful
@@ -48,7 +48,7 @@ impl Length {
         Ok(scenarios)
     }
 
-    /// Keeps the requested ones of `all`, which `place` compares.
+    /// Keeps the requested ones of `all`. The error for an unknown name mentions `place`, which compares them.
     pub(crate) fn named<T: Copy>(
         &self,
         place: &str,
@@ -65,8 +65,8 @@ impl Length {
     }
 }
 
-/// The order of `count` arms in pass number `pass`, as indices. Each pass begins with another arm: the machine's speed drifts
-/// within a pass, and no arm may always have the same part of it.
+/// The order of `count` arms in pass number `pass`, as indices. Each pass begins with another arm: the machine's speed
+/// drifts within a pass, so no arm may always run at the same position.
 pub(crate) fn order(count: usize, pass: usize) -> impl Iterator<Item = usize> {
     (0..count).map(move |place| (place + pass) % count)
 }

@@ -99,8 +99,9 @@ pub(crate) fn run(args: &Plb) -> Result<ExitCode> {
         return Ok(ExitCode::from(2));
     }
     println!(
-        "Two of four paths lose every packet from a quarter of the run on. Kernels repath by themselves after a\n\
-         timeout: that is the first arm. The other arms disable this, and then restore it in other ways.\n"
+        "Two of four paths lose every packet after the first quarter of the run. Kernels repath by themselves after a\n\
+         timeout: that is the first arm. The second arm disables this. In the third, the fabric ignores new labels.\n\
+         The fourth disables it too, but has plb's set-up.\n"
     );
     let arms = [Repathing::Defaults, Repathing::Off, Repathing::BlindFabric, Repathing::SetUp];
     let black_hole = table_of(args, Trouble::BlackHole, &arms, 0)?;

@@ -83,7 +83,8 @@ mod tests {
     #[test]
     fn a_replica_is_back_from_the_instant_at_which_its_share_is() {
         let recovery = recovered(|number| number >= 1250 && number % 2 == 0);
-        // Its traffic returns at 12.5 s, so the two seconds from 11.5 s on are the first in which it gets half of its fair share.
+        // Its traffic returns at 12.5 s, so the two seconds from 11.5 s on are the first in which it gets half of its
+        // fair share.
         assert_eq!(recovery.after, Some(Duration::from_millis(1500)));
         assert_eq!(recovery.series, [0.0, 0.0, 0.5, 1.0, 1.0, 1.0]);
     }

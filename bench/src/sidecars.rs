@@ -1,8 +1,8 @@
-//! `sidecars`: compares many Envoys that each send few requests with one Envoy that sends them all, and measures what the many
-//! cost when idle.
+//! `sidecars`: compares many Envoys that each send few requests with one Envoy that sends them all. Also measures what
+//! the many Envoys cost when idle.
 //!
-//! Each of many Envoys gets few responses, so its reports are old unless probes bring new ones. The goals limit both the cost
-//! of old reports in the tail and the number of messages that fresh reports take.
+//! Each of many Envoys gets few responses, so its reports are old unless probes bring new ones. The goals limit both
+//! the cost of old reports in the tail and the number of messages that fresh reports take.
 
 mod fleet;
 mod rest;
@@ -54,7 +54,7 @@ pub(crate) struct Sidecars {
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 enum SidecarsPart {
-    /// Load on replicas that are alike
+    /// Load on identical replicas
     Equal,
     /// Load on a fleet in which a quarter of the replicas take four times as long
     QuarterSlow,
@@ -203,7 +203,7 @@ fn quantile_ms(comparison: &Comparison, arm: Arm, envoys: usize, q: f64) -> f64 
     median(comparison.of(arm, envoys).map(|run| run.judged.quantile_ms(q)))
 }
 
-/// How many times an arm's quantile through many Envoys is its own through one.
+/// Ratio of an arm's quantile through many Envoys to its quantile through one.
 fn of_one(comparison: &Comparison, arm: Arm, many: usize, q: f64) -> f64 {
     quantile_ms(comparison, arm, many, q) / quantile_ms(comparison, arm, 1, q)
 }

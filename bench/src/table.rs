@@ -58,7 +58,7 @@ pub(crate) fn ms(value: f64) -> String {
     }
 }
 
-/// A share as a percentage with three decimals: the goals are given in tenths.
+/// A share as a percentage with three decimals, because some goals are fractions of a percent.
 pub(crate) fn percent(share: f64) -> String {
     if share.is_nan() { "–".to_owned() } else { format!("{:.3} %", share * 100.0) }
 }

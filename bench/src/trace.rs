@@ -1,9 +1,10 @@
 //! Replays a trace of a real inference service against replicas with continuous batching, under Envoy's policies and ours.
 //!
-//! Arrivals and sizes are real (`trace/dataset.rs`); sessions are drawn, and service times come from a model of an engine
-//! (`backends/engine.rs`). To measure enough requests, everything in the trace and in the engine runs [`FAST_FORWARD`] times
-//! as fast as in reality. Envoy, the agents, probes and this machine's network run at their own speed, so their times weigh more.
-//! A *speed-up* in addition shortens the gaps between the arrivals, and so multiplies the load.
+//! Arrivals and sizes are real (`trace/dataset.rs`); sessions are drawn, and service times come from a model of an
+//! engine (`backends/engine.rs`). To measure enough requests, everything in the trace and in the engine runs
+//! [`FAST_FORWARD`] times as fast as in reality. Envoy, the agents, probes and this machine's network run at their own
+//! speed, so their times weigh more. In addition, a *speed-up* shortens the gaps between the arrivals, and so
+//! multiplies the load.
 //!
 //! All policies of a pass get the same requests. Each pass replays the next part of the trace, and quantiles are taken over
 //! the requests of all passes. This file has the runs; `trace/policy.rs` compares them.
@@ -36,7 +37,8 @@ use policy::{MeasuredReplay, PolicyFigures, judge, panel, table};
 const REPLICAS: usize = 12;
 /// How many times as fast as in reality the trace is replayed and the engines work.
 const FAST_FORWARD: f64 = 4.0;
-/// 2 s and 200 ms in reality, our choice: an idle engine needs 0.24 s for the trace's median context and 1.2 s for its longest.
+/// In reality 2 s and 200 ms. These limits are our choice: an idle engine needs 0.24 s for the trace's median context
+/// and 1.2 s for its longest.
 const SLO: Slo = Slo { first_token: Duration::from_millis(500), per_token: Duration::from_millis(50) };
 /// Where the first pass begins: the trace's first three minutes are nearly idle.
 const BEGIN: Duration = Duration::from_secs(180);

@@ -1,4 +1,4 @@
-//! Finds circles of files: of two modules side by side, at most one may use the other.
+//! Finds circles of files (dependency cycles): of two sibling modules, at most one may use the other.
 //!
 //! A module *uses* another when its code names an item that the other defines, by `use` or by path, through any number of
 //! re-exports. Declaring a module does not count as a use, nor does re-exporting its items (`pub use`). Tests
@@ -66,7 +66,7 @@ struct Module {
 /// The segments of a path.
 type Names = Vec<String>;
 
-/// A use of one name, in terms of modules side by side.
+/// A use of one name, reduced to the two sibling modules `from` and `to`.
 struct Use {
     from: usize,
     to: usize,
@@ -170,7 +170,7 @@ impl Sources {
                 let Some((definer, name)) = self.resolve(number, path, MAX_STEPS) else { continue };
                 let files = (module.file, self.modules[definer].file);
                 let mut side_by_side = self.lineage(number).into_iter().zip(self.lineage(definer));
-                // A module and its own parent are not side by side.
+                // A module and its own parent are not siblings.
                 if let Some((from, to)) = side_by_side.find(|(from, to)| from != to) {
                     uses.push(Use { from, to, files, name });
                 }

@@ -46,7 +46,7 @@ enum Command {
     Helm(commands::helm::Args),
     PlbGuest(commands::plb_guest::Args),
     Reference(commands::reference::Args),
-    /// Started by a test run in CI, to build ahead
+    /// Started by `cargo xtask test` in CI, to build ahead
     #[command(hide = true)]
     Ahead,
 }
@@ -76,7 +76,8 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Print the causes without a backtrace, even if RUST_BACKTRACE is set: most failures are another program's.
+            // Print the causes without a backtrace, even if RUST_BACKTRACE is set: most failures come from other
+            // programs.
             eprintln!("error: {error}");
             error.chain().skip(1).for_each(|cause| eprintln!("  because: {cause}"));
             ExitCode::FAILURE

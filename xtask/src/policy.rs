@@ -1,5 +1,5 @@
-//! The rules for dependencies: `cargo deny` checks licences, sources, bans and advisories as `deny.toml` says, and each direct
-//! dependency needs a line in `docs/design/dependencies.md`.
+//! The rules for dependencies: `cargo deny` checks licences, sources, bans and advisories as `deny.toml` says, and each
+//! direct dependency needs a line in `docs/design/dependencies.md`.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -43,7 +43,7 @@ pub(crate) fn cargo_deny() -> Result<PathBuf> {
         return Ok(program);
     }
     progress::silently(&format!("building cargo-deny {VERSION}"), || {
-        // It runs for two seconds. Optimising it would take longer than that saves.
+        // cargo-deny runs for two seconds. Optimising it would take longer than that saves.
         run::output(
             run::cargo()
                 .args([

@@ -82,9 +82,9 @@ pub(crate) fn built_program(name: &str) -> Result<PathBuf> {
     files.into_iter().next().with_context(|| format!("cargo built no {name}"))
 }
 
-/// Builds programs of the workspace as users run them; returns their files. All are built with the features of the whole
-/// workspace: with the features of one package, every dependency would be compiled once more for each. One command builds
-/// all of them, so that one is linked while another is compiled.
+/// Builds programs of the workspace as users run them; returns their files. All are built with the features of the
+/// whole workspace: with only its own package's features, each program would need its dependencies compiled once more.
+/// One command builds all of them, so that one is linked while another is compiled.
 pub(crate) fn built_programs(names: &[&str]) -> Result<Vec<PathBuf>> {
     let mut command = cargo();
     command.args(["build", "--release", "--workspace"]);
@@ -106,8 +106,8 @@ pub(crate) struct TestProgram {
     pub(crate) folder: PathBuf,
 }
 
-/// Builds the tests of the whole workspace, in cargo's order. Building single tests would compile their dependencies once
-/// more, with only the features that these need.
+/// Builds the tests of the whole workspace, in cargo's order. Building single tests would compile their dependencies
+/// once more, with only the features that those tests need.
 pub(crate) fn test_programs() -> Result<Vec<TestProgram>> {
     let mut found = Vec::new();
     let mut command = cargo();

@@ -126,9 +126,10 @@ impl Toolchain {
         Ok(module)
     }
 
-    /// Builds programs for Linux on `target`, each given with its package, and returns them. The C library is linked statically,
-    /// so the programs run on any distribution, and in an image that holds nothing else. `linker` replaces the machine's own.
-    /// One command builds all of them: alone, each would compile the dependencies with only the features that it needs.
+    /// Builds programs for Linux on `target`, each given with its package, and returns them. The C library is linked
+    /// statically, so the programs run on any distribution, and in an image that holds nothing else. `linker` replaces
+    /// the machine's own. One command builds all of them: separate commands would compile the dependencies again for
+    /// each program, with only the features that it needs.
     pub(crate) fn build_programs(
         &self,
         target: &str,

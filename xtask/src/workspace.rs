@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 /// Root of the workspace: the parent of this crate's folder.
 pub(crate) fn root() -> &'static Path {
-    // Compile time is enough: cargo rebuilds this crate when the checkout moves.
+    // The path at compile time is enough: cargo rebuilds this crate when the checkout moves.
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."))
 }
 

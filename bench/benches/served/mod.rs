@@ -1,10 +1,10 @@
-//! The end of a request that went well, for the benches and for the test of allocations.
+//! The end of a successful request, for the benches and for the test of allocations.
 
 use prequal_core::client::{Class, Witness};
 use prequal_core::shared::endpoint::Endpoint;
 use prequal_core::shared::time::Micros;
 
-/// The proxy's statement, at this time, that this replica has answered.
+/// The proxy's report that this replica answered a request at this time.
 pub struct Served(pub Micros, pub Endpoint);
 
 impl Witness for Served {

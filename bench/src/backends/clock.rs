@@ -101,7 +101,7 @@ mod tests {
         let clock = Clock::start().unwrap();
         let begin = Instant::now();
         let (woken, mut order) = tokio::sync::mpsc::unbounded_channel();
-        // The earliest instant is neither first nor last, apart from 0, which has already passed.
+        // The earliest instant, apart from 0 (which has already passed), is neither first nor last in this list.
         for us in [20_300, 5_100, 9_700, 5_100, 0] {
             let (clock, woken) = (clock.clone(), woken.clone());
             tokio::spawn(async move {
@@ -128,7 +128,7 @@ mod tests {
             late.push(at.elapsed());
         }
         late.sort_unstable();
-        // Judge the best tenth: a busy machine wakes any task late.
+        // Judge only the best tenth, because a busy machine may wake any task late.
         assert!(late[5] < Duration::from_micros(400), "{late:?}");
     }
 }

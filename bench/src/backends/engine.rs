@@ -1,12 +1,14 @@
 //! A model of an inference engine with continuous batching, in iterations of variable length.
 //!
-//! In each iteration every running sequence generates one token. A sequence that joins the batch is prefilled in its first
-//! iteration, which becomes longer for all others. A sequence joins when the KV cache has room for its context and all its
-//! tokens; until then it waits, and so do those behind it. Contexts of earlier sequences stay cached while there is room.
+//! In each iteration every running sequence generates one token. A sequence that joins the batch is prefilled in its
+//! first iteration, which then takes longer for all sequences. A sequence joins when the KV cache has room for its
+//! context and all its tokens; until then it waits, and so do those behind it. Contexts of earlier sequences stay
+//! cached while there is room.
 //!
-//! vLLM schedules like this without chunked prefill, except that it reserves no room for tokens to come and preempts instead.
-//! Its prefix cache (automatic prefix caching) also evicts the least recently used prefix that no sequence needs. It would
-//! share a prefix with a sequence that is still running; this model shares only those of finished ones.
+//! vLLM without chunked prefill schedules in the same way, except that it reserves no room for future tokens and
+//! preempts sequences instead. Its prefix cache (automatic prefix caching) also evicts the least recently used prefix
+//! that no sequence needs. vLLM also shares the prefix of a sequence that is still running; this model shares only
+//! prefixes of finished sequences.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -28,7 +30,8 @@ pub(crate) struct EngineSpec {
     pub(crate) step_us: f64,
     /// Time that each sequence of the batch adds to it, µs.
     pub(crate) sequence_us: f64,
-    /// Prefill time per token, µs. It hides the times above, because they are bound by memory and not by arithmetic.
+    /// Prefill time per token, µs. Prefill is limited by arithmetic, and the times above are limited by memory. Both
+    /// overlap, so an iteration takes the longer of the two.
     pub(crate) prefill_us: f64,
     /// Maximum number of running sequences.
     pub(crate) max_batch: usize,
@@ -43,12 +46,13 @@ pub(crate) struct EngineSpec {
 impl EngineSpec {
     /// Llama 2 70B on two H100 with 80 GB each.
     ///
-    /// The times are fitted by eye to `data/perf_model.csv` of Mutinifni/splitwise-sim, measured for the paper that published the
-    /// trace. They are within 25 % of it: prefill of 512, 2048 and 8192 tokens 84, 308 and 1340 ms, and a step 37 ms with one
-    /// sequence and 40, 42 and 52 ms with 8, 16 and 32. The KV cache takes 320 KB per token (80 layers, 8 heads of 128 values, two bytes
-    /// each, keys and values) of the 6 to 14 GB that the weights leave at a memory utilisation of 0.90 to 0.95. `max_prefill` is the
-    /// longest context of the trace, rounded up. `shared` is an assumption: an editor sends the same file again, changed near
-    /// the cursor.
+    /// The times are fitted by eye to `data/perf_model.csv` of Mutinifni/splitwise-sim, measured for the paper that
+    /// published the trace. They are within 25 % of it: prefill of 512, 2048 and 8192 tokens 84, 308 and 1340 ms, and a
+    /// step 37 ms with one sequence and 40, 42 and 52 ms with 8, 16 and 32. The KV cache takes 320 KB per token (80
+    /// layers, 8 heads of 128 values, two bytes each, keys and values) of the 6 to 14 GB that the weights leave at a
+    /// memory utilisation of 0.90 to 0.95. `max_prefill` is the longest context of the trace, rounded up. `shared` is
+    /// an assumption: the trace is of code completion, where an editor sends the same file again, changed near the
+    /// cursor.
     pub(crate) const LLAMA2_70B: Self = Self {
         step_us: 37_000.0,
         sequence_us: 350.0,
@@ -74,7 +78,7 @@ impl EngineSpec {
         (self.kv_tokens / USUAL_CONTEXT) as usize
     }
 
-    /// The engine time that a request takes up in the largest batch that the KV cache allows, without cached prefix.
+    /// Engine time of a request without a cached prefix, in the largest batch that the KV cache allows.
     pub(crate) fn share(self, tokens: Tokens) -> Duration {
         let batch = (self.kv_tokens / tokens.total().max(1)).clamp(1, self.max_batch as u32);
         let token_us = self.step_us / f64::from(batch) + self.sequence_us;
@@ -214,7 +218,7 @@ impl Prefixes {
         self.push(key.to_owned(), context);
     }
 
-    /// Evicts contexts until the others take up at most `room`.
+    /// Evicts contexts until the remaining ones take up at most `room` tokens.
     fn shrink(&mut self, room: u32) {
         while self.tokens > room {
             let Some((_, context)) = self.contexts.pop_front() else { return };

@@ -33,7 +33,7 @@ impl Inference {
     }
 
     async fn run(self: Arc<Self>, clock: Arc<Clock>) {
-        // The end of the last iteration, as scheduled: this busy machine's lateness must not add up.
+        // The scheduled end of the last iteration, so that the lateness of a busy machine does not add up.
         let mut at = Instant::now();
         loop {
             let begun = self.engine().begin();

@@ -219,7 +219,7 @@ enum RequestCost {
     /// Time to sleep, and whether the cache had the key; `None` if there is no cache.
     Sleep(Duration, Option<bool>),
     Cpu(Duration),
-    /// Instant at which the request has waited and been served.
+    /// Instant at which the request, after any wait, has been served.
     Until(Instant),
 }
 

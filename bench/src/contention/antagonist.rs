@@ -9,7 +9,7 @@ use super::spare::Course;
 /// Length of one piece of CPU time. The replica gets its turn between two pieces.
 const PIECE: Duration = Duration::from_micros(100);
 
-/// Follows the course for as long as the process lives.
+/// Uses CPU time according to `course` for as long as the process lives.
 pub(super) fn run(course: &Course) {
     let begin = Instant::now();
     let mut pace = Pace::from(begin);

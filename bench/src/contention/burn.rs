@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 /// Time from the beginning of a slice to that of the next one.
 pub(super) const SLICE: Duration = Duration::from_millis(10);
-/// How much delay a piece of work may make up for by exceeding its speed: the kernel grants CPU time per period, not
-/// continuously.
+/// Maximum delay that a piece of work may make up for by exceeding its speed. Some is needed, because the kernel grants
+/// CPU time per period, not continuously.
 const CATCH_UP: Duration = SLICE.saturating_mul(2);
 
 /// CPU time that this thread has used so far.
@@ -34,7 +34,7 @@ pub(super) fn burn(cpu: Duration) {
         }
         black_box(hash);
     }
-    // The kernel checks the quota of a group here. Otherwise it would wait for its next tick, which may be 4 ms later.
+    // In this call the kernel checks the group's quota. Otherwise it would check at its next tick, up to 4 ms later.
     std::thread::yield_now();
 }
 
@@ -46,7 +46,8 @@ impl Pace {
         Self(now)
     }
 
-    /// Returns the instant at which the work may continue after a slice that represents `length` and ended `now`.
+    /// Returns the instant at which the work may continue after a slice that ended `now`. `length` is the intended time
+    /// of the slice with its pause.
     pub(super) fn next(&mut self, length: Duration, now: Instant) -> Instant {
         self.0 = self.0.max(now.checked_sub(CATCH_UP).unwrap_or(now)) + length;
         self.0

@@ -26,7 +26,7 @@ pub(super) struct Machines {
     _top: Cgroup,
 }
 
-// Processes end before their groups are removed, and inner groups before outer ones: fields are dropped in order.
+// Fields are dropped in order: processes end before their groups are removed, and inner groups go before outer ones.
 struct Machine {
     address: SocketAddr,
     replica: PartProcess,
@@ -44,7 +44,8 @@ impl Machines {
     /// Starts one machine per course. The antagonists wait.
     pub(super) fn start(courses: Vec<Course>, seed: u64) -> Result<Self> {
         let top = Cgroup::top(TOP)?;
-        // To the scheduler a group is one process: without this, all machines together would get as much as one process.
+        // The scheduler treats a group like one process. Without this weight, all machines together would get one
+        // process's time.
         top.weigh(courses.len() as f64)?;
         let numbered = (0u16..).zip(courses);
         let machines = numbered.map(|(number, course)| Machine::start(&top, number, course, seed));

@@ -1,9 +1,10 @@
-//! The paper's load ramp (§5.1, figure 6) on a real kernel: replicas that burn CPU time in cgroups, and antagonists that come
-//! and go on the same cores. The simulator runs the same ramp beside it.
+//! The paper's load ramp (§5.1, figure 6) on a real kernel: replicas burn CPU time in cgroups, and antagonists come and
+//! go on the same cores. The simulator runs the same ramp for comparison.
 //!
-//! `scale` says how the paper's testbed is reduced to two cores. This benchmark cannot show: a hundred replicas and a hundred
-//! clients (one Envoy knows all of its own requests, which helps rules that count them), machines that are full for minutes,
-//! and the other ways in which isolation slows a replica down, such as caches and memory bandwidth.
+//! `scale` says how the paper's testbed is reduced to two cores. This benchmark cannot show three things: a hundred
+//! replicas and a hundred clients; machines that are full for minutes; and the other ways in which isolation slows a
+//! replica down, such as caches and memory bandwidth. Its single Envoy knows all requests, which helps rules that count
+//! their own requests.
 
 mod antagonist;
 mod burn;
@@ -113,7 +114,8 @@ fn short(step: &Step) -> String {
     parts.join(", ")
 }
 
-/// The policies that `--arms` names; those of figure 6 if it names none. A whole name means that policy alone.
+/// The policies that `--arms` names, or those of figure 6 if it names none. A name that is a policy's whole name
+/// selects only that policy.
 fn chosen(length: &Length) -> Result<Vec<Policy>> {
     let names = &length.arms;
     if names.is_empty() {

@@ -1,7 +1,7 @@
 //! The child processes: replicas and antagonists, each in a process of its own so that it can have its own cgroup.
 //!
-//! A child reads its role as one JSON line from its standard input. It answers with one line once it is ready, begins at
-//! the next line, and ends when its standard input does, hence also when the parent is killed.
+//! A child reads its role as one JSON line from its standard input. It answers with one line once it is ready, and
+//! begins at the next line. It ends when its standard input ends, so also when the parent is killed.
 
 use std::io::{BufRead as _, BufReader, Lines, Write as _};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -17,7 +17,7 @@ use super::{antagonist, replica};
 pub(super) enum Role {
     /// Prints its address.
     Replica(replica::Spec),
-    /// Uses the CPU time that the course leaves it, from its second input line on.
+    /// Begins at its second input line. Uses the spare CPU time that the course does not leave to the replica.
     Antagonist(Course),
 }
 

@@ -31,7 +31,7 @@ pub(super) enum Policy {
     Prequal,
     /// The filter with the paper's profile.
     Paper,
-    /// Another rule of the filter, for the shape of figure 7.
+    /// Another selection rule of the filter, to compare with the paper's figure 7.
     Rule(&'static str),
 }
 

@@ -16,7 +16,7 @@ use crate::deployment::{start_agents, start_envoys};
 use crate::load::{Arrivals, LoadRun, Plan, Spread};
 use crate::stats::{Sample, Summary};
 
-/// Time before the first step, at its load: policies learn the replicas, and reported means approach their values.
+/// Time before the first step, at that step's load. Policies learn the replicas, and reported means settle.
 pub(super) const WARM_UP: Duration = Duration::from_secs(8);
 /// Start of each step, which is excluded from its figures.
 pub(super) const SETTLING: Duration = Duration::from_secs(2);
@@ -137,7 +137,7 @@ impl RampDeployment {
         Ok(Self { envoys, _agents: agents, machines })
     }
 
-    /// Fails if an Envoy has ended: what follows would look like a policy's failure.
+    /// Fails if an Envoy has ended, because its absence would look like a failure of the policy.
     fn check(&self) -> Result<()> {
         self.envoys.iter().try_for_each(|envoy| {
             let ready = envoy.admin_get("/ready");

@@ -1,8 +1,8 @@
 //! A replica: an HTTP server that burns CPU time for each query, with processor sharing among its queries.
 //!
-//! One thread serves all queries in turn, a slice each. It continues to work on a query whose client has given up: otherwise
-//! weighted round robin would not fail as in the paper. The simulator does the same. Responses carry the replica's
-//! CPU utilisation in the format of ORCA, which is what the paper's weighted round robin uses.
+//! One thread serves all queries in turn, a slice each. It continues to work on a query whose client has given up;
+//! otherwise weighted round robin would not fail as it does in the paper. The simulator does the same. Responses carry
+//! the replica's CPU utilisation in the format of ORCA, which the paper's weighted round robin uses.
 
 use std::cell::RefCell;
 use std::convert::Infallible;
@@ -32,7 +32,7 @@ use crate::sim::scenario::{Sizes, WORK_MS};
 
 /// Header of the report.
 const ORCA_HEADER: &str = "endpoint-load-metrics";
-/// How often the utilisation is computed, and the time constant of its mean: the agent's own rates have the same one.
+/// How often the utilisation is computed, and the time constant of its mean, which is that of the agent's rates.
 const SAMPLED: Duration = Duration::from_millis(100);
 const FADING: Duration = Duration::from_secs(5);
 /// Work of a query: a normal distribution whose standard deviation is its mean, truncated at zero (§5).
@@ -123,10 +123,10 @@ impl Replica {
 }
 
 impl State {
-    /// Draws a query: the time that it takes if nothing holds it up, and the CPU time per unit of that time.
+    /// Draws a query: its time if nothing holds it up, and its CPU time per unit of that time.
     ///
-    /// Deducts the CPU time that the server has spent on connections and timers since the last query, and by which slices
-    /// overran. So the mean CPU time of a query is that of its work.
+    /// Deducts the CPU time that the server has spent on connections and timers since the last query, and the time by
+    /// which slices overran. So the mean CPU time of a query is that of its work.
     fn draw(&mut self) -> (Duration, f64) {
         let length = Duration::from_secs_f64(SIZES.draw(&mut self.rng) * WORK_MS / 1e3);
         let work = length.mul_f64(CORE);

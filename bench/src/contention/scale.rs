@@ -10,10 +10,11 @@ use std::time::Duration;
 pub(super) const CORE: f64 = 0.01;
 /// A replica's allocation in cores of the model, as in the simulator.
 pub(super) const ALLOCATION: f64 = crate::sim::scenario::ALLOCATION;
-/// Most spare capacity that a machine has for its replica, in allocations. The replica's own allocation and this one
-/// together are the machine.
+/// Maximum spare capacity that a machine has for its replica, in allocations. A machine has this and the replica's own
+/// allocation.
 pub(super) const ROOM: f64 = 1.5;
-/// Period of the machines' quota: short against a query, and long enough for a quota of at least 1 ms, the kernel's minimum.
+/// Period of the machines' quota: short compared with a query, but long enough for a quota of at least 1 ms, the
+/// kernel's minimum.
 pub(super) const PERIOD: Duration = Duration::from_millis(10);
 /// Number of replicas, each on a machine of its own.
 pub(super) const REPLICAS: usize = 8;

@@ -11,13 +11,14 @@ use serde::{Deserialize, Serialize};
 
 use super::scale::ROOM;
 
-/// Time for which one machine is full (its antagonist takes everything beyond the replica's allocation) before another one
-/// is. In this time a replica above its allocation gathers so many queries that some miss a deadline of 5 s, as in the paper.
+/// One machine at a time is full: its antagonist takes everything beyond the replica's allocation. After this time,
+/// another machine is full instead. In this time a replica above its allocation gathers so many queries that some miss
+/// a deadline of 5 s, as in the paper.
 const FULL: Duration = Duration::from_secs(20);
-/// Mean time between two changes of any other antagonist.
+/// Mean time between two changes of an antagonist whose machine is not full.
 const DWELL: Duration = Duration::from_secs(5);
-/// Range of the spare capacity on these machines, in allocations. Of eight machines one is full, so the mean is 0.96; the
-/// simulator's figure 6 has 0.95.
+/// Range of the spare capacity on the machines that are not full, in allocations. One of the eight machines is full, so
+/// the mean over all is 0.96; the simulator's figure 6 has 0.95.
 const SPARE: std::ops::Range<f64> = 0.7..ROOM;
 
 /// Spare capacity of one machine, in allocations of the replica, from each instant on. The first instant is zero.

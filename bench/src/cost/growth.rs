@@ -69,7 +69,7 @@ struct Grown {
     sizes: Vec<usize>,
     /// Names of the kinds that are compared at each size.
     kinds: Vec<&'static str>,
-    /// Number of kinds, from the first, that are shown but not judged.
+    /// The first `shown` kinds are shown but not judged.
     shown: usize,
     /// Largest size that is judged, and the reason why larger ones are not.
     beyond: Option<(usize, &'static str)>,

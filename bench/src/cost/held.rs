@@ -76,7 +76,7 @@ pub(super) async fn hold(agent: &Agent, count: usize) -> Result<Requests> {
         let stream = TcpStream::connect(agent.addr()).await?;
         let (sender, connection) = http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await?;
         tasks.spawn(async move {
-            // The end of the connection ends its requests, which the agent's count shows.
+            // If the connection ends, so do its requests, and the agent's count shows it.
             let _ = connection.await;
         });
         for _ in first..count.min(first + STREAMS) {

@@ -15,7 +15,7 @@ use crate::goals::print_verdict;
 
 pub(crate) const CLUSTERS: usize = 100;
 const WORKERS: u32 = 4;
-/// Wait after the start, long enough for the probes that are sent then without any request.
+/// Wait after the start, long enough for the probes that the filter sends at its start without any request.
 pub(crate) const SETTLES: Duration = Duration::from_secs(20);
 const MEASURED: Duration = Duration::from_secs(60);
 /// Goal for all clusters together.

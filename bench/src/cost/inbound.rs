@@ -1,4 +1,4 @@
-//! The inbound role: the cost of a request at the server's Envoy with and without it, and the cost of a probe.
+//! The inbound role: the cost of a request at the server's Envoy with and without the role, and the cost of a probe.
 
 use anyhow::Result;
 use prequal_testbed::{Envoy, EnvoyConfig, FILTER_NAME};

@@ -25,7 +25,8 @@ const FACTOR: f64 = 1.1;
 /// Goal for the CPU time per second that the membership takes.
 const WORK: f64 = 0.01;
 const NEWCOMERS: usize = 3;
-/// No replicas join larger fleets: with a limit of 20 000 open files Envoy can no longer read its endpoints.
+/// In larger fleets, no replicas join during the run: with a limit of 20 000 open files, Envoy could no longer read its
+/// endpoints.
 const MOST_JOINED: usize = 5000;
 const FOUND_WITHIN: Duration = Duration::from_secs(10);
 /// Interval between requests at the low rate. These requests bring the probes that find a newcomer.
@@ -36,7 +37,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const LEARNING: Duration = Duration::from_secs(150);
 /// The probe cluster of the shipped configuration.
 pub(super) const PROBING: &str = "replicas-agent";
-/// Replicas in one process: each has several open files.
+/// Maximum number of replicas in one process, because each has several open files.
 const HOSTED: usize = 2500;
 
 /// Measures, prints and judges; returns whether every goal was reached.

@@ -35,7 +35,8 @@ const PATIENCE: Duration = Duration::from_secs(40);
 const REPLICAS: usize = 10;
 /// Idle connections, and requests in flight, of an agent.
 const HELD: usize = 1000;
-/// Goals for the agent: itself, KiB per idle connection, KiB per HTTP/2 stream in flight with its connection to the backend.
+/// Goals for the agent: its own memory; KiB per idle connection; KiB per HTTP/2 stream in flight, with its connection
+/// to the backend.
 const AGENT_KIB: f64 = 8192.0;
 const CONNECTION_KIB: f64 = 24.0;
 const STREAM_KIB: f64 = 48.0;
@@ -207,7 +208,7 @@ async fn measure(quantity: &MemoryQuantity, replicas: &[SocketAddr], starts: u32
 
 /// Starts an Envoy, sends requests to each of its clusters, and reads its memory.
 async fn envoy_mib(kind: EnvoyKind, mut config: EnvoyConfig) -> Result<f64> {
-    // One route answers what is Prequal's own; each other route is a cluster.
+    // One route answers 404 for Prequal's own paths; every other route leads to a cluster.
     let clusters = config.routes_mut().iter().filter(|route| route["route"].is_object()).count();
     let cluster = config.cluster_mut(CLUSTER);
     let replicas = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"].as_array().map_or(0, Vec::len);
@@ -244,7 +245,7 @@ fn shown(quantity: &MemoryQuantity, all: &[Readings]) -> String {
     table::render(&header.iter().map(String::as_str).collect::<Vec<_>>(), &rows)
 }
 
-/// Adds a verdict for each kind that runs Prequal: `of` compared with the same without Prequal, at most `limits` MiB more.
+/// Adds a verdict for each kind that runs Prequal: `of` may be at most `limits` MiB above its value without Prequal.
 fn judge(what: &str, all: &[Readings], of: impl Fn(&Readings) -> f64, limits: [f64; 2], goals: &mut Goals) {
     let mib = |kind| all.iter().find(|readings| readings.kind == kind).map_or(f64::NAN, &of);
     for (kind, limit) in [EnvoyKind::Filter, EnvoyKind::Native].into_iter().zip(limits) {

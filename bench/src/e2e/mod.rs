@@ -36,7 +36,7 @@ pub(crate) const FIRST: Duration = Duration::from_secs(2);
 pub(crate) enum EndToEnd {
     /// The demo's scenario, long: 14 replicas answer in 50 ms, 2 in 800 ms
     Ingress(ingress::Ingress),
-    /// One of 11 replicas stalls to 2 s for half of the run, then heals
+    /// One of 11 replicas takes 2 s for half of the run, then heals
     Stall(Length),
     /// One of 10 replicas fails at once: a share of its requests, all of them, or by refusing connections
     Sinkhole(sinkhole::Sinkhole),
@@ -50,7 +50,7 @@ pub(crate) enum EndToEnd {
     Rules(Length),
     /// 16 identical replicas at 80 % load, exponential times: never worse than the best of Envoy's own policies
     Equal(never_worse::RunArgs),
-    /// 10 identical replicas at 90 % load, exponential times: p99 a fifth better
+    /// 10 identical replicas at 90 % load, exponential times: p99 a fifth below the best of Envoy's own policies
     #[command(name = "equal-90")]
     Equal90(never_worse::RunArgs),
     /// 8 replicas at 70 % load, one request in ten takes twenty times as long: never worse

@@ -48,7 +48,7 @@ pub(crate) struct Any {
     /// Service times in ms: exact:MS, exp:MEAN, lognormal:MEAN,SIGMA or mix:LOW-HIGH,LOW-HIGH,SHARE
     #[arg(long, value_name = "TIMES")]
     service: Times,
-    /// Another kind of replicas, as REPLICASxSLOTS:TIMES; may be repeated. The share of all but the first kind is shown
+    /// Another kind of replica, as REPLICASxSLOTS:TIMES; may be repeated. The share of all but the first kind is shown
     #[arg(long, value_name = "GROUP")]
     and: Vec<ReplicaGroup>,
     /// Load as a fraction of what the whole fleet can serve

@@ -1,8 +1,9 @@
-//! Prequal against other load balancers in the same run: the same replicas, agents, arrivals and fleets for all.
+//! Prequal against other load balancers in the same run: the fleet, the agents and the arrivals are the same for all.
 //!
-//! A pass has Envoy's own policies, the peers that this machine has, and Prequal as filter and as native module. Every proxy
-//! has the same number of workers, and no policy has retries or active health checks. Prequal can still eject a replica that
-//! fails. Goals are set for Prequal against the best of all others, quantile by quantile; a missed goal is a finding.
+//! A pass has Envoy's own policies, the peers that this machine has, and Prequal as filter and as native module. Every
+//! proxy has the same number of workers, and no policy has retries or active health checks. Prequal can still eject a
+//! replica that fails. Goals are set for Prequal against the best of all others, quantile by quantile; a missed goal is
+//! a finding.
 
 use std::path::Path;
 use std::process::{Command, ExitCode};
@@ -60,7 +61,7 @@ enum NamedFleet {
     Ingress,
     /// Half of 40 replicas take five times as long, and all have little room for waiting requests
     SlowHalf,
-    /// One of 11 replicas stalls to 2 s for half of the run
+    /// One of 11 replicas takes 2 s for half of the run
     Stall,
 }
 
@@ -96,7 +97,7 @@ pub(crate) async fn run(args: &Peers) -> Result<ExitCode> {
     let scenario = Scenario {
         arms: [&ENVOY, peers.as_slice(), ours].concat(),
         workers: args.workers,
-        // Time in which a healed replica comes back would be added to Prequal's runs only.
+        // Do not watch a healed replica come back: this would lengthen Prequal's runs only.
         watch: None,
         ..shape
     };

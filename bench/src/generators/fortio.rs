@@ -1,10 +1,10 @@
 //! fortio: a closed loop with pacing.
 //!
-//! Each connection has its share of the rate, and sends its next request at its next due time after the previous answer.
-//! Latency is measured from sending. A request that is still running at the next due time therefore hides the wait of the
-//! request after it (coordinated omission), and with `-nocatchup` that one is not sent at all. Here every connection sends
-//! one request per second, so that this affects only requests that take longer than a second. `-uniform` spreads the
-//! connections' due times evenly.
+//! Each connection has its share of the rate, and sends its next request at its next due time after the previous
+//! answer. Latency is measured from sending. A request that is still running at the next due time therefore hides the
+//! wait of the request after it (coordinated omission), and with `-nocatchup` the later request is not sent at all.
+//! Here every connection sends one request per second, so that this affects only requests that take longer than a
+//! second. `-uniform` spreads the connections' due times evenly.
 
 use std::process::Command;
 use std::time::Duration;

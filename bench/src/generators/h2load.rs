@@ -34,8 +34,8 @@ pub(super) fn send(order: &Order) -> Result<Vec<Record>> {
     parsed(order.read("requests.tsv")?.lines(), record)
 }
 
-/// How many connections to open at a time, and every how many milliseconds, so that `count` take a second: the shortest
-/// period, in the whole milliseconds that h2load accepts, that is right to within 3 %.
+/// Returns how many connections to open at a time, and the period in milliseconds, so that `count` connections take a
+/// second. h2load accepts only whole milliseconds; this is the shortest period that is right to within 3 %.
 fn opened(count: u32) -> (u32, u32) {
     let at_a_time = |ms: u32| (f64::from(count * ms) / 1e3).round();
     let close = |ms: &u32| (at_a_time(*ms) * 1e3 / f64::from(count * ms) - 1.0).abs() <= 0.03;

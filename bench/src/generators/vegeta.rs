@@ -1,9 +1,9 @@
 //! vegeta: an open loop.
 //!
-//! A pacer releases requests at the rate and starts another worker whenever all are busy, up to `-max-workers` (default:
-//! no limit), so a slow answer delays no other request. Latency is measured from the instant at which a worker sends. If
-//! vegeta itself is late, that is not counted, but it then sends the overdue requests at once. There is no coordinated
-//! omission.
+//! A pacer releases requests at the rate and starts another worker whenever all are busy, up to `-max-workers`
+//! (default: no limit), so a slow answer delays no other request. Latency is measured from the instant at which a
+//! worker sends. vegeta's own lateness is not counted, but vegeta sends overdue requests at once. There is no
+//! coordinated omission.
 
 use std::process::Command;
 use std::time::Duration;

@@ -12,8 +12,8 @@ pub(super) fn command(setup: &Setup, balance: &str) -> Result<Command> {
         .zip(setup.replicas)
         .map(|(number, replica)| format!("  server replica-{number} {replica}\n"))
         .collect();
-    // `idle-pool.shared off`: as with Envoy, each thread has connections of its own. Two threads that take over each other's
-    // use two to three times the CPU time.
+    // `idle-pool.shared off`: as with Envoy, each thread has connections of its own. Two threads that take over each
+    // other's connections use two to three times the CPU time.
     // `http-reuse always`: as with Envoy, the first request of a client's connection may use an open connection too. By
     // default, half of the idle connections would be closed every 5 s.
     let config = format!(

@@ -69,7 +69,7 @@ pub(super) fn version() -> String {
 pub(crate) fn serve(args: &Args) -> Result<()> {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(args.workers).enable_all().build()?;
-    // The main thread is none of the workers.
+    // The main thread is not one of the workers.
     runtime.block_on(async { tokio::spawn(accept(args.clone())).await? })
 }
 
@@ -169,7 +169,7 @@ impl Service<Request<Incoming>> for Endpoint {
         let mut parts = std::mem::take(request.uri_mut()).into_parts();
         parts.scheme = Some(Scheme::HTTP);
         parts.authority = Some(self.authority.clone());
-        // Without all three parts the client refuses the request.
+        // The client refuses a request that lacks scheme, authority or path.
         *request.uri_mut() = parts.try_into().unwrap_or_default();
         self.client.request(request)
     }

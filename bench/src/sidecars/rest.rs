@@ -73,7 +73,7 @@ pub(super) async fn run(
 }
 
 async fn measure(scenario: &Scenario, deployment: &Deployment, seconds: Duration) -> Result<Rest> {
-    // Envoys that never had a request are another case: these know the fleet and have used it.
+    // These Envoys must know the fleet and have used it; Envoys that never had a request are measured elsewhere.
     scenario.start_load(deployment, LEARNS, 1).finish().await;
     tokio::time::sleep(idle::SETTLES).await;
     let read =

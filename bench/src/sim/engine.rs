@@ -44,7 +44,7 @@ struct World<'a> {
     deadlines: VecDeque<(Nanos, u32, u64)>,
     servers: Vec<Server>,
     alive: Vec<usize>,
-    /// Queries sent to each server and not finished there. Only the floor uses them.
+    /// Queries sent to each server and not finished there. Only the rule `Floor` uses them.
     assigned: Vec<u32>,
     balancers: Vec<Balancer>,
     /// Position of each client's probe cluster in its rotation.
@@ -397,8 +397,8 @@ impl<'a> World<'a> {
                 let cost = |server: usize| {
                     let (jobs, state) = (self.assigned[server] as usize + 1, &self.servers[server]);
                     let rate = match state.spec.service {
-                        // If all slots are in use, a new query waits and also makes others wait. With twice the jobs, twice
-                        // as many wait twice as long, hence the square.
+                        // If all slots are in use, a new query waits, and it makes others wait. With twice the jobs,
+                        // twice as many queries wait twice as long, so the ratio is squared.
                         SimService::Delay => (state.spec.slots as f64 / jobs as f64).min(1.0).powi(2),
                         SimService::Cpu { .. } => state.rate_among(jobs),
                     };
@@ -642,7 +642,8 @@ impl<'a> World<'a> {
         if self.measuring() {
             *(if asked.is_some() { &mut self.run.probes } else { &mut self.run.discoveries }) += 1;
         }
-        // If the addressed host is gone, or none is addressed, the probe cluster's own policy picks the server in rotation.
+        // If the addressed host is gone, or none is addressed, the probe cluster's own policy picks the server in
+        // rotation.
         let known = asked.map(|asked| server_of(asked.replica)).filter(|server| self.servers[*server].alive);
         let server = known.unwrap_or_else(|| {
             let turn = &mut self.turns[client];

@@ -140,7 +140,8 @@ mod tests {
         assert!(results.iter().map(|(task, _)| *task).eq(tasks));
     }
 
-    /// Trap 10 of public implementations: state that one arm leaves behind affects the figures of the next.
+    /// Trap 10 (`crates/prequal-core/tests/traps.rs` has the others): state that one arm leaves behind affects the
+    /// figures of the next.
     #[test]
     fn trap_10_the_figures_of_an_arm_do_not_depend_on_the_arms_before_it() {
         let mut scenario = SimScenario::testbed(8, 1.2, Spare::None);

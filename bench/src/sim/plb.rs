@@ -354,8 +354,8 @@ fn draw(weights: &[f64], rng: &mut SmallRng) -> usize {
 struct Row {
     name: &'static str,
     paper: &'static str,
-    /// p50 and p99 of small and of large requests, microseconds; highest utilisation of a link divided by the lowest, and
-    /// minus the lowest; repaths per second; share of them from idle; packets per second.
+    /// p50 and p99 of small and of large requests, microseconds; ratio and difference of the highest and the lowest
+    /// utilisation of a link; repaths per second; share of them from idle; packets per second.
     values: Vec<[f64; 9]>,
 }
 

@@ -30,8 +30,8 @@ pub(crate) struct SimScenario {
     /// Seconds excluded from every figure.
     pub(crate) warm_up: f64,
     pub(crate) measured: f64,
-    /// Seconds after which an unanswered query fails. Its server continues to work on it (otherwise WRR would not fail as in
-    /// the paper).
+    /// Seconds after which an unanswered query fails. Its server continues to work on it; otherwise WRR would not fail
+    /// as it does in the paper.
     pub(crate) deadline: Option<f64>,
     /// CPU that a server spends on one probe, milliseconds.
     pub(crate) probe_cost_ms: f64,

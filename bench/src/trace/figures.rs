@@ -1,4 +1,4 @@
-//! The figures of an inference service: time to first token, time per output token, and the share of requests that are good.
+//! The figures of an inference service: time to first token, time per output token, and the share of good requests.
 
 use std::time::Duration;
 

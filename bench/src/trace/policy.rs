@@ -14,7 +14,8 @@ const BASELINES: [Arm; 3] = [Arm::RoundRobin, Arm::LeastRequest, Arm::FullScan];
 /// Goal: `profile: inference` has at most this many times the best baseline's p99 of the time to first token.
 const OF_BEST: f64 = 1.05;
 
-/// A policy is not compared if more than this share of its requests failed: the model's engines refuse nothing.
+/// A policy is not compared if more than this share of its requests failed. The model's engines refuse nothing, so such
+/// failures have another cause.
 const BROKEN: f64 = 0.01;
 
 /// The measurements of one run.

@@ -1,5 +1,5 @@
-//! `cargo xtask ahead`, which a test run in CI starts by itself. It builds what later steps need, and runs checks that do not
-//! depend on time, in the CPU time that is idle while linkers and tests wait.
+//! `cargo xtask ahead`, which `cargo xtask test` starts in CI. It builds what later steps need, and runs checks that do
+//! not depend on time. It uses the CPU time that is idle while linkers and tests wait.
 //!
 //! Errors are ignored here. The step that needs the failed part builds or checks it again and reports the error.
 
@@ -47,7 +47,7 @@ impl Check {
         folder.join(format!("ahead-{self:?}.txt").to_lowercase())
     }
 
-    /// Runs the check and writes how it has ended: it passes if it left nothing out.
+    /// Runs the check and writes how it has ended. A check passes only if it skipped nothing.
     fn run(self) -> Result<()> {
         let skipped = match self {
             Self::Native => native::check(),
@@ -67,8 +67,8 @@ const PASSED: &str = "passed";
 /// How often the priority is adjusted.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Gives this group of processes the usual priority while another process waits for a lock that one of them holds, such as
-/// one of cargo's. On a busy machine that process would otherwise wait for hours.
+/// Gives this process group the usual priority while another process waits for a lock that the group holds, such as one
+/// of cargo's locks. Otherwise, on a busy machine, the other process would wait for hours.
 fn hurry_while_waited_for() {
     let Some(own) = group(std::process::id()) else { return };
     let mut hurries = false;
@@ -83,7 +83,7 @@ fn hurry_while_waited_for() {
     }
 }
 
-/// A policy of the scheduler.
+/// A scheduling policy of Linux.
 #[derive(Clone, Copy)]
 enum Policy {
     Usual,
@@ -105,8 +105,8 @@ fn schedule(of: u32, policy: Policy) {
     }
 }
 
-/// The processes that hold a lock for which another waits. In the kernel's list, `7: -> FLOCK ...` follows the holder's
-/// line.
+/// The processes that hold a lock for which another process waits. `locks` is the text of `/proc/locks`: the line of a
+/// waiting process (`7: -> FLOCK ...`) follows the holder's line.
 fn waited_for(locks: &str) -> Vec<u32> {
     let mut holders = BTreeMap::new();
     let mut found = Vec::new();
@@ -128,7 +128,7 @@ fn group(pid: u32) -> Option<u32> {
     stat.rsplit_once(')')?.1.split_whitespace().nth(2)?.parse().ok()
 }
 
-/// A run of this command beside this process. Dropping the value ends it.
+/// A run of this command in parallel with this process. Dropping the value ends the run.
 pub(crate) struct Ahead {
     command: Child,
     /// Where the checks' files are.
@@ -136,8 +136,8 @@ pub(crate) struct Ahead {
 }
 
 impl Ahead {
-    /// Starts the command under the scheduler's idle policy: it gets only CPU time that no other process wants, until a
-    /// process waits for it. `None` if that is impossible.
+    /// Starts the command under the scheduler's idle policy: it gets only CPU time that no other process wants, until
+    /// another process waits for one of its locks or results. `None` if that is impossible.
     pub(crate) fn start() -> Option<Self> {
         let folder = workspace::target();
         for check in CHECKS {
@@ -164,7 +164,7 @@ impl Ahead {
         let file = check.file(&self.folder);
         let end = || fs::read_to_string(&file).unwrap_or_default();
         while end().is_empty() && matches!(self.command.try_wait(), Ok(None)) {
-            // Each time, because a program that starts may have inherited the old policy.
+            // Repeated, because a program that has just started may have inherited the idle policy.
             schedule(self.command.id(), Policy::Usual);
             thread::sleep(INTERVAL);
         }

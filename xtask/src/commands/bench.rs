@@ -34,16 +34,17 @@ enum What {
     E2e(HarnessArgs),
     /// Compares with other load balancers in the same run: HAProxy, nginx, Caddy, linkerd's policy and Envoy's own.
     ///
-    /// `cargo xtask bench peers equal` runs one fleet of `e2e`. HAProxy and nginx are those of this machine, else Debian's
-    /// packages, which are unpacked under target/ and never installed; Caddy is built from its Go module into target/bin/. A
-    /// program that is not available is skipped, with the reason. Every argument is passed to the harness;
-    /// `cargo xtask bench peers -- --help` prints its own help.
+    /// `cargo xtask bench peers equal` runs one fleet of `e2e`. HAProxy and nginx are taken from this machine; if they
+    /// are missing, Debian's packages are unpacked under target/ and never installed. Caddy is built from its Go module
+    /// into target/bin/. A program that is not available is skipped, with the reason. Every argument is passed to the
+    /// harness; `cargo xtask bench peers -- --help` prints its own help.
     Peers(HarnessArgs),
     /// Runs the paper's load ramp on replicas that burn CPU time in cgroups, beside antagonists, and in the simulator.
     ///
     /// Needs root. `cargo xtask bench contention -- --help` prints the harness's own help.
     Contention(HarnessArgs),
-    /// Runs the service over a fabric of namespaces in which some paths lose or mark every packet, with and without PLB.
+    /// Runs the demo's service over network namespaces in which some paths lose or mark every packet, with and without
+    /// PLB.
     ///
     /// Needs root. `cargo xtask bench plb -- --help` prints the harness's own help.
     Plb(HarnessArgs),
@@ -53,8 +54,9 @@ enum What {
     Cost(HarnessArgs),
     /// Lets vegeta, fortio, h2load and oha send the demo's load, and compares their figures with our generator's.
     ///
-    /// vegeta and fortio are built from their Go modules and oha from crates.io, into target/bin/, once: a few minutes. h2load
-    /// is installed with apt if run as root; otherwise the command to run is printed. A generator that is missing is skipped.
+    /// The first run builds vegeta and fortio from their Go modules and oha from crates.io, into target/bin/, in a few
+    /// minutes. h2load is installed with apt if run as root; otherwise the command to run is printed. A generator
+    /// that is missing is skipped.
     /// Every argument is passed to the harness; `cargo xtask bench generators -- --help` prints its own help.
     Generators(HarnessArgs),
     /// Measures whether the CPU time of a request grows with replicas, clusters, workers or requests in flight.
@@ -65,7 +67,7 @@ enum What {
     ///
     /// Every argument is passed to the harness; `cargo xtask bench memory -- --help` prints its own help.
     Memory(HarnessArgs),
-    /// Compares many Envoys that each send few requests with one that sends them all, and measures them at rest.
+    /// Compares many Envoys that each send few requests with one that sends them all, and measures their idle cost.
     ///
     /// Every argument is passed to the harness; `cargo xtask bench sidecars -- --help` prints its own help.
     Sidecars(HarnessArgs),

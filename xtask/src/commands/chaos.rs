@@ -34,7 +34,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     start(&args.args)
 }
 
-/// Why it cannot run here, if it cannot.
+/// The reason why the faults cannot be injected on this machine, if any.
 pub(crate) fn missing() -> Option<String> {
     let allowed = run::succeeds(run::tool("unshare").args(["--net", "true"]));
     (!allowed).then(|| "it needs root, to create a network namespace".to_owned())

@@ -84,7 +84,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     control(&project, &page)
 }
 
-/// Why the demo cannot run here, if it cannot.
+/// The reason why the demo cannot run here, if any.
 pub(crate) fn missing() -> Option<String> {
     Project::usual().err().map(|error| format!("{error:#}"))
 }

@@ -70,8 +70,8 @@ pub(crate) fn check() -> Result<Unchecked> {
     let skipped = interface::check(&interfaces(&packages)?)?;
     let impossible = missing(oldest);
     if impossible.is_none() {
-        // First compile only what a user of the tower layer does. With the programs' features enabled, a missing feature
-        // would go unnoticed.
+        // First compile only the libraries, as a user of the tower layer does. With the programs' features enabled, a
+        // missing feature would go unnoticed.
         for selection in [LIBRARIES.as_slice(), &["--workspace"]] {
             let mut oldest_cargo = cargo_of(oldest);
             oldest_cargo.args(["check", "--quiet", "--manifest-path"]).arg(folder.join("Cargo.toml"));
@@ -162,7 +162,7 @@ fn unpacked(packages: &[&Value]) -> Result<PathBuf> {
         let name = text(package, "name");
         let unpacked = format!("{name}-{}", text(package, "version"));
         let archive = workspace::target().join("package").join(format!("{unpacked}.crate"));
-        // `m`: timestamps in a package are always the same, and cargo uses them to detect changes.
+        // `m` sets fresh timestamps: those in a package never change, and cargo detects changes by timestamp.
         run::output(run::tool("tar").arg("-xzmf").arg(&archive).arg("-C").arg(&folder))?;
         is_complete(&folder.join(&unpacked)).with_context(|| format!("package {name}"))?;
         patches.push_str(&format!("{name} = {{ path = \"{unpacked}\" }}\n"));
@@ -204,7 +204,7 @@ fn selected<'a>(command: &'a mut Command, packages: &[&Value]) -> &'a mut Comman
     command
 }
 
-/// Why a compiler of version `oldest` is not available, if so.
+/// The reason why a compiler of version `oldest` is not available, if any.
 fn missing(oldest: &str) -> Option<String> {
     if run::succeeds(cargo_of(oldest).arg("--version")) {
         return None;

@@ -29,11 +29,11 @@ use oci::{Entry, Image};
 ///
 /// The release contains: prequal_filter-VERSION.wasm; the same module as an OCI image that Istio's WasmPlugin and Envoy
 /// Gateway fetch (a layout, as a folder and as a tar); for each architecture a tar.gz of the statically linked programs and
-/// the native module; an OCI image of the agent and one of the native module, each for all architectures; the manifests of
-/// envoy-configs/ and the Helm chart, with these images by digest (Envoy's image too with --envoy-digest); a CycloneDX bill
-/// of materials; the version's section of CHANGELOG.md; and an in-toto statement about the origin of all these
-/// files. Needs no container engine. Building for an architecture other than this machine's needs a cross linker (`apt-get
-/// install gcc-aarch64-linux-gnu`); if it is missing, a line says so.
+/// the native module; an OCI image of the agent and one of the native module, each for all architectures; the manifests
+/// of envoy-configs/ and the Helm chart, which name these images by digest (Envoy's image too with --envoy-digest); a
+/// CycloneDX bill of materials; the version's section of CHANGELOG.md; and an in-toto statement about the origin of all
+/// these files. Needs no container engine. Building for an architecture other than this machine's needs a cross linker
+/// (`apt-get install gcc-aarch64-linux-gnu`); if it is missing, a line says so.
 ///
 /// The same commit and compilers give the same bytes. Timestamps are the commit's, or SOURCE_DATE_EPOCH.
 #[derive(clap::Args)]
@@ -204,7 +204,7 @@ impl Build {
         };
         let programs = PROGRAMS.into_iter().zip(files).map(entry).collect::<Result<_>>()?;
         let native = native::module(&toolchain, &platform, "")?;
-        // Not executable: nothing starts it.
+        // Envoy loads this file; nothing executes it.
         let native = Entry { path: NATIVE.to_owned(), bytes: fs::read(native)?, executable: false };
         Ok(Self { platform, programs, native })
     }
@@ -288,7 +288,7 @@ fn pack(parts: &Parts, out: &Path) -> Result<Vec<String>> {
     Ok(files.into_keys().chain([SUMS.to_owned()]).collect())
 }
 
-/// Empties or creates the folder `out`; fails if it holds anything but an earlier run.
+/// Empties or creates the folder `out`; fails if it holds anything but an earlier run's output.
 fn empty(out: &Path) -> Result<()> {
     if out.exists() && fs::read_dir(out)?.next().is_some() {
         ensure!(out.join(SUMS).is_file(), "{} is not empty and was not made by this command", out.display());
@@ -301,7 +301,8 @@ fn module_image(parts: &Parts) -> Image {
     let mut annotations = annotations("prequal_filter", "Prequal, filter for Envoy", &parts.stamp);
     annotations.insert("module.wasm.image/variant", "compat".to_owned());
     Image {
-        // A module has no architecture. Container tools ask for their own; other builders of such images write this one.
+        // A module has no architecture, but container tools select an image by architecture. Other builders of module
+        // images also write this one.
         architecture: "amd64",
         files: vec![Entry { path: PLUGIN.to_owned(), bytes: parts.module.clone(), executable: false }],
         runs: json!({}),
@@ -444,7 +445,8 @@ fn again(toolchain: &Toolchain, parts: &mut Parts, scratch: &Path) -> Result<Pat
             copy_sources(&sources)?;
             sources.as_path()
         }
-        // Its standard library is below the workspace and is built with the module; symbol names depend on its path.
+        // This compiler's standard library is inside the workspace and is built with the module. Symbol names depend on
+        // the path of the library.
         Toolchain::Debian(_) => workspace::root(),
     };
     parts.module = fs::read(toolchain.build_filter_of(root, &scratch.join("build"), "")?)?;
@@ -495,7 +497,7 @@ const AUTHORITIES: &str = "etc/ssl/certs/ca-certificates.crt";
 
 const SUMS: &str = "SHA256SUMS";
 
-/// Suffix of a commit that the sources differ from.
+/// Suffix of the commit if the sources differ from it.
 const DIRTY: &str = "-dirty";
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use crate::progress;
 
 /// Switches on a fault of the running docker-compose demo; without a name, lists the faults.
 ///
-/// Each fault ends by itself. The page shows it, and also has a button for each.
+/// Each fault ends by itself. The page shows active faults, and has a button for each fault.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Name of the fault; without it, the faults are listed

@@ -142,7 +142,7 @@ pub(crate) fn build() -> Result<PathBuf> {
     progress::headline("building the fuzz targets");
     let host = run::output(run::tool("rustc").arg("-vV"))?;
     let host = host.lines().find_map(|line| line.strip_prefix("host: ")).context("rustc names no host")?;
-    // With --target the flags apply to the targets only: build scripts and macros stay as they are.
+    // With --target the flags apply to the fuzz targets only; build scripts and macros are not instrumented.
     let mut cargo = cargo("build")?;
     cargo
         .args(["--release", "--bins", "--target", host, "--target-dir"])

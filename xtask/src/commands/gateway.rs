@@ -1,4 +1,4 @@
-//! `cargo xtask gateway`: runs Envoy Gateway's translators on the manifests for it.
+//! `cargo xtask gateway`: runs Envoy Gateway's translators on the manifests in envoy-configs/envoy-gateway/.
 
 use anyhow::Result;
 

@@ -47,7 +47,7 @@ fn oha() -> Result<()> {
             run::cargo()
                 .args(["install", "oha", "--version", OHA, "--locked", "--root"])
                 .arg(workspace::target())
-                // The workspace's own settings and caches are not those of another project.
+                // Another project must not share the target folder of this workspace.
                 .env("CARGO_TARGET_DIR", workspace::target().join("oha")),
         )
     })

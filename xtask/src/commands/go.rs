@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result, bail};
 
 use crate::{progress, run, workspace};
 
-/// A program and the version that is used.
+/// A program and its pinned version.
 pub(crate) struct Program {
     pub(crate) name: &'static str,
     pub(crate) module: &'static str,

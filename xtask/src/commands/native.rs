@@ -68,7 +68,7 @@ pub(crate) fn module(toolchain: &Toolchain, platform: &Platform, features: &str)
     inspected(toolchain, platform, features).map(|(file, _)| file)
 }
 
-/// [`module`], and what the file exports and needs.
+/// Like [`module`], but also returns what the file exports and needs.
 fn inspected(toolchain: &Toolchain, platform: &Platform, features: &str) -> Result<(PathBuf, elf::Library)> {
     let file = toolchain.build_native(platform.triple, platform.cross_linker(), features)?;
     let library = elf::Library::read(&file)?;

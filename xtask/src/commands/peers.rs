@@ -11,7 +11,7 @@ use crate::commands::debian;
 use crate::commands::go::{self, Program};
 use crate::{progress, run};
 
-/// Debian's packages, which have their programs' names.
+/// Debian packages. Each has the name of its program.
 const PACKAGES: [&str; 2] = ["haproxy", "nginx"];
 
 const CADDY: Program = Program {
@@ -37,7 +37,7 @@ pub(crate) fn prepare() -> Result<Vec<(&'static str, OsString)>> {
             Err(why) => progress::say(format_args!("no {package}: {}", progress::last_line(&why))),
         }
     }
-    // Built outside its repository, it does not know its version.
+    // Built outside its repository, Caddy does not know its version.
     if let Err(why) = CADDY.prepare(&format!("-X {}.CustomVersion={}", CADDY.module, CADDY.version)) {
         progress::say(format_args!("no caddy: {}", progress::last_line(&why)));
     }

@@ -51,7 +51,7 @@ impl Platform {
         [format!("gcc-{}-linux-gnu", self.arch.replace('_', "-")), format!("libc6-dev-{}-cross", self.oci)]
     }
 
-    /// Installs that linker if it is missing and this is root; otherwise [`Self::missing`] says how.
+    /// Installs that linker if it is missing and this process runs as root; otherwise [`Self::missing`] says how.
     pub(crate) fn install(&self) {
         if let Some(linker) = self.cross_linker() {
             // Recommended by the linker's package, but not required by it.
@@ -62,7 +62,7 @@ impl Platform {
         }
     }
 
-    /// Why nothing can be built for this architecture here, if so.
+    /// The reason why nothing can be built for this architecture here, if any.
     pub(crate) fn missing(&self) -> Result<Option<String>> {
         ensure!(cfg!(target_os = "linux"), "releases are built on Linux");
         let absent = |linker: &&str| !run::succeeds(run::tool(linker).arg("--version"));

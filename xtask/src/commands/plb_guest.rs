@@ -33,7 +33,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 /// Time limit for the guest in `cargo xtask test`.
 pub(crate) const LIMIT: Duration = Duration::from_secs(170);
 
-/// Builds everything and runs the guest. Fails if a case does not hold.
+/// Builds everything and runs the guest. Fails if a test case fails.
 pub(crate) fn prove(limit: Duration) -> Result<()> {
     debian::install(&TOOLS)?;
     let kernel = Kernel::fetch()?;
@@ -41,7 +41,7 @@ pub(crate) fn prove(limit: Duration) -> Result<()> {
     boot(&kernel, &initramfs, limit)
 }
 
-/// Why this machine cannot run the guest, if so. Checked before anything is fetched.
+/// The reason why this machine cannot run the guest, if any. Checked before anything is fetched.
 pub(crate) fn missing() -> Option<String> {
     if std::env::consts::ARCH != "x86_64" {
         return Some(format!("the guest kernel is for x86_64, this is {}", std::env::consts::ARCH));

@@ -101,7 +101,7 @@ struct Session<'a> {
     impossible: Vec<String>,
     /// Tests that passed only at their second try: listed, but not a failure.
     flaky: Vec<String>,
-    /// What builds and checks beside the steps, in CI.
+    /// The process that builds and checks in parallel with the steps, in CI.
     ahead: Option<Ahead>,
 }
 
@@ -318,11 +318,11 @@ impl Session<'_> {
         if self.passed_ahead(Check::Sim) { Ok(()) } else { sim::quick() }
     }
 
-    /// Whether `check` has passed beside earlier steps.
+    /// Whether `check` has passed in parallel with earlier steps.
     fn passed_ahead(&mut self, check: Check) -> bool {
         let passed = self.ahead.as_mut().is_some_and(|ahead| ahead.passed(check));
         if passed {
-            progress::say("passed beside earlier steps: target/ahead.log");
+            progress::say("passed in parallel with earlier steps: target/ahead.log");
         }
         passed
     }
@@ -418,8 +418,8 @@ fn dependencies() -> Result<()> {
     Ok(())
 }
 
-/// Cheap checks first. What `ahead` builds and checks is used late, but the demo, whose goals are tail latencies, has the
-/// machine to itself.
+/// Cheap checks come first. The steps that use the work of `ahead` come late. The demo is last, so that it has the
+/// machine to itself: its goals are tail latencies.
 const STEPS: [Step; 16] = [
     Step::Format,
     Step::Circles,

@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// Factor by which quick runs may miss our own goals: they have one seed, and two runs of one rule with different seeds differ
-/// by this much. The full runs, over three seeds, have no such margin.
+/// Factor by which quick runs may miss our own goals. They have one seed, and two runs of one rule with different seeds
+/// differ by this much. The full runs, over three seeds, have no such margin.
 const ONE_SEED: f64 = 1.02;
 
 pub(super) fn calibration(length: RunLength) -> Experiment {

@@ -5,9 +5,9 @@
 //!   truncated to a whole number. A report without requests or utilisation changes nothing.
 //! - Weights take effect every `weight_update_period`. A weight is invalid until reports have arrived for
 //!   `blackout_period`, and after `weight_expiration_period` without one. Such a replica gets the median of the others.
-//! - With equal weights, replicas are picked in rotation. Otherwise the replica with the earliest deadline is next, and its
-//!   deadline then moves by 1 / weight. Each change of a weight restarts the schedule as it would be after a number of
-//!   picks that is drawn once.
+//! - With equal weights, replicas are picked in rotation. Otherwise the replica with the earliest deadline is next, and
+//!   its deadline then moves by 1 / weight. Each change of a weight restarts the schedule in its state after a certain
+//!   number of picks. This number is drawn once.
 //!
 //! Left out: workers that share their weights (a client here is an Envoy with one worker), slow start, out-of-band reports,
 //! and `metric_names_for_computing_utilization`, which the agent does not need.
@@ -32,7 +32,7 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
-    /// Envoy's defaults, except the penalty: the documentation says 1, but the code uses 0 if none is set.
+    /// Envoy's defaults. The penalty is 1, as in Envoy's documentation; Envoy's code uses 0 if none is set.
     pub(crate) const DEFAULT: Self =
         Self { blackout_ms: 10_000, expiration_ms: 180_000, update_ms: 1000, error_penalty: 1.0 };
     /// The shortest update period that Envoy accepts, almost no blackout, and weights that expire soon.

@@ -1,5 +1,5 @@
-//! Policies for comparison only, each with its source and constants. `prequal_core::client::policies` has those that the filter
-//! offers too.
+//! Policies for comparison only, each with its source and constants. `prequal_core::client::policies` has those that
+//! the filter offers too.
 //!
 //! | module | policy | source |
 //! |---|---|---|

@@ -19,9 +19,9 @@ pub(crate) struct WeightedRoundRobin {
 }
 
 impl WeightedRoundRobin {
-    /// Creates the policy over one replica per phase. `phases`, each in [0, 1), spread the clients; without them all
-    /// would begin with the same replica. `error_penalty` 0 ignores errors (only this reproduces the paper's baseline),
-    /// 1 is gRPC's default.
+    /// Creates the policy over one replica per phase. `phases`, each in [0, 1), spread the clients; without phases, all
+    /// clients would begin with the same replica. An `error_penalty` of 0 ignores errors, which is right only to
+    /// reproduce the paper's baseline; 1 is gRPC's default.
     pub(crate) fn new(phases: Vec<f64>, error_penalty: f64) -> Self {
         Self { error_penalty, weights: vec![None; phases.len()], deadlines: phases }
     }
@@ -56,7 +56,7 @@ impl SimPolicy for WeightedRoundRobin {
         else {
             return;
         };
-        // The rest of a turn is rescaled; otherwise a new weight would only count one turn later.
+        // Rescale the rest of the replica's turn; otherwise a new weight would take effect only one turn later.
         if let (Some(before), Some(after)) = (*slot, valid) {
             *deadline = now + (*deadline - now) * before / after;
         }

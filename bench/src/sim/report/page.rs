@@ -1,10 +1,10 @@
-//! An experiment in the evaluation: its section of the page, which is short, and its tables, a file beside the page.
+//! An experiment in the evaluation: its short section of the page, and its tables in a file beside the page.
 
 use std::fmt::Write as _;
 
 use super::{Report, Statement, Verdict};
 
-/// Most columns of figures in the section's table. With more points, these become the rows.
+/// Maximum number of columns of figures in the section's table. With more points than this, the points become rows.
 const MOST_COLUMNS: usize = 10;
 
 /// The policies that the section's table shows if there are too many points and too many policies for all.
@@ -37,7 +37,7 @@ pub(super) fn section(report: &Report) -> String {
     page + &summary(report)
 }
 
-/// The file of tables: the source's statements, the goals, and every figure with its extremes.
+/// The file of tables: the source's statements, and every figure with its extremes.
 pub(super) fn tables(report: &Report) -> String {
     let mut page = format!(
         "# {}: {}\n\nThe tables of an experiment in [the evaluation](../evaluation.md), which explains it.\n\n",

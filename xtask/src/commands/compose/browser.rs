@@ -39,7 +39,7 @@ pub(super) struct ShownReplica {
     pub(super) chart: String,
 }
 
-/// The name of a browser that is installed.
+/// The name of an installed browser, if any.
 pub(super) fn installed() -> Option<&'static str> {
     ["chromium", "chromium-browser", "google-chrome"]
         .into_iter()

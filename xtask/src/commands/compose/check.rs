@@ -35,7 +35,7 @@ struct Case {
     fault: &'static str,
     /// The replica that is hit; 0 if the fault targets no replica.
     replica: u64,
-    /// Failures that cannot be avoided: the requests that one replica gets in this time at an equal share, plus
+    /// Failures that cannot be avoided: the requests that one replica gets in this many seconds at an equal share, plus
     /// `in_flight`.
     seconds_lost: f64,
     in_flight: u64,
@@ -65,11 +65,11 @@ enum Shows {
 const CASES: [Case; 11] = [
     Case { fault: "slow", replica: 3, seconds_lost: 0.0, in_flight: 0, shows: Shows::Latency(2.0) },
     Case { fault: "antagonist", replica: 8, seconds_lost: 0.0, in_flight: 0, shows: Shows::Latency(1.2) },
-    // Half of the requests sent there fail, and detection takes two seconds.
+    // Half of the requests sent to the replica fail, and detection takes two seconds.
     Case { fault: "sinkhole", replica: 4, seconds_lost: 1.0, in_flight: 0, shows: Shows::BaselineFails },
-    // Requests in flight at the onset, plus those sent before the first of them looked overdue.
+    // Lost: requests in flight at the onset, plus those sent before the first request looked overdue.
     Case { fault: "hang", replica: 5, seconds_lost: 0.25, in_flight: 4, shows: Shows::BaselineFails },
-    // Docker takes about a second; a replica that only fails is recognised at its first report.
+    // Docker takes about a second to restart the service; a replica that only fails is recognised at its first report.
     Case {
         fault: "crash",
         replica: 6,
@@ -77,7 +77,7 @@ const CASES: [Case; 11] = [
         in_flight: 4,
         shows: Shows::Restarted("service-6"),
     },
-    // Refused connections are retried elsewhere; requests in flight at the time of death are not repeated.
+    // Refused connections are retried elsewhere; requests in flight when the agent dies are not retried.
     Case { fault: "agent-kill", replica: 2, seconds_lost: 0.0, in_flight: 4, shows: Shows::AgentDown },
     // Linux retransmits after 200 ms at the earliest.
     Case { fault: "loss", replica: 1, seconds_lost: 0.0, in_flight: 0, shows: Shows::BaselineTail(200.0) },
@@ -118,8 +118,8 @@ const CALM_TRIES: u32 = 5;
 /// Minimum number of requests for a window's p99 to count.
 const SAMPLES: u64 = 1000;
 
-/// Maximum time until a healed replica has at least half of an equal share again, seconds. At this rate trials are 9 s
-/// apart.
+/// Maximum time until a healed replica has at least half of an equal share again, seconds. At the demo's request rate,
+/// the trials of an ejected replica are 9 s apart.
 const BACK: u64 = 20;
 
 /// Replicas in rotation.
@@ -213,7 +213,7 @@ struct Calm {
     baseline_p99: f64,
 }
 
-/// One second of one side: the window that ends with it.
+/// The window of one side that ends with the second `second`.
 #[derive(Clone, Copy, Debug)]
 struct Window {
     second: u64,
@@ -227,7 +227,7 @@ struct Window {
 }
 
 impl Window {
-    /// Whether its p99 is meaningful: enough requests, on a machine on which the generator was on time.
+    /// Whether the p99 is meaningful: there were enough requests, and the load generator was on time.
     fn judged(&self) -> bool {
         self.samples >= SAMPLES && self.lag <= BUSY_MS
     }
@@ -245,8 +245,8 @@ struct FaultCheck<'a> {
 }
 
 impl FaultCheck<'_> {
-    /// Medians over fifteen seconds, once pool and connections have settled. Tries several times to find fifteen seconds in
-    /// which the machine is mostly idle otherwise.
+    /// Medians over fifteen seconds, once pool and connections have settled. Tries several times to find fifteen
+    /// seconds in which nothing else keeps the machine busy.
     fn calm(&self) -> Result<Calm> {
         let mut begin = second(&self.page.state(u64::MAX)?) + 10;
         for _ in 0..CALM_TRIES {

@@ -1,4 +1,4 @@
-//! The container engine: finds the installed compose, and manages one project in it.
+//! The container engine: finds the installed Docker Compose, and manages one project with it.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -73,7 +73,7 @@ impl Project {
         bail!("there is neither `docker compose` nor `docker-compose` here; on Debian, as root: {INSTALL}");
     }
 
-    /// The same with this form of Prequal.
+    /// The same project with this form of Prequal.
     pub(crate) fn with(self, module: ModuleForm) -> Self {
         Self { module, ..self }
     }
@@ -82,7 +82,7 @@ impl Project {
     pub(crate) fn compose(&self) -> Command {
         let mut command = run::tool(&self.compose[0]);
         command.args(&self.compose[1..]).args(["--project-name", &self.name, "--file"]).arg(file());
-        // Compose 1.29 would pass a build to a command-line client that may require BuildKit and not have it.
+        // Compose 1.29 would pass a build to the `docker` command, which may require BuildKit but lack it.
         if self.v1 {
             command.env("COMPOSE_DOCKER_CLI_BUILD", "0");
         }
@@ -163,7 +163,7 @@ impl Project {
     }
 }
 
-/// The same file that a user brings up.
+/// The compose file, the same one that a user brings up.
 pub(crate) fn file() -> PathBuf {
     workspace::root().join("envoy-configs").join("compose").join("docker-compose.yml")
 }

@@ -31,8 +31,8 @@ pub(crate) fn switch_on(
     Ok(order)
 }
 
-/// Carries out a fault that only the engine can. Its end is scheduled before this returns, and happens even if this program
-/// exits.
+/// Carries out a fault that only the engine can cause. The end of the fault is scheduled before this function returns,
+/// and happens even if this program exits.
 pub(crate) fn act(project: &Project, order: &Order) -> Result<()> {
     let seconds = order.seconds;
     match order.name.as_str() {
@@ -53,7 +53,8 @@ pub(crate) fn act(project: &Project, order: &Order) -> Result<()> {
     }
 }
 
-/// Runs a command in the replica's network namespace. The container of this image has the one capability that this needs.
+/// Runs a command in the replica's network namespace. The command runs in a container of [`NETFAULT`] with only the
+/// capabilities that it needs.
 fn net_fault(project: &Project, order: &Order, begin: &str, end: &str, rule: &str) -> Result<()> {
     let replica = project.container(&format!("replica-{}", order.replica))?;
     let enter = || {

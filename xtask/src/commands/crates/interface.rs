@@ -74,8 +74,8 @@ fn describe(packages: &[Package]) -> Result<Option<String>> {
     packages.iter().for_each(|package| {
         doc.args(["--package", &package.name]);
     });
-    // A stable rustdoc writes JSON only if unstable features are allowed, here for these crates alone. In its usual
-    // folder, cargo would rebuild because of this setting and these flags.
+    // A stable rustdoc writes JSON only if unstable features are allowed, here for these crates alone. The target
+    // folder is separate: in the usual one, this setting and these flags would make cargo rebuild.
     doc.env("RUSTC_BOOTSTRAP", libraries.join(","));
     doc.env("RUSTDOCFLAGS", "-Zunstable-options --output-format=json");
     run::check(&mut doc)?;
@@ -92,7 +92,7 @@ fn folder() -> PathBuf {
     workspace::target().join("public-api")
 }
 
-/// Why `public-api` cannot read rustdoc's output, if so. The format changes every few releases of Rust.
+/// The reason why `public-api` cannot read rustdoc's output, if any. The format changes every few releases of Rust.
 fn unreadable(described: &Value) -> Option<String> {
     let format = &described["format_version"];
     (*format != FORMAT).then(|| {

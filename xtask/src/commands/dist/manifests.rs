@@ -98,8 +98,8 @@ fn values(text: &str, version: &str, digests: &Digests<'_>) -> Result<String> {
     Ok(lines.join("\n"))
 }
 
-/// The text with the release's images by digest, and the number of replacements. In a kustomization, containers name no
-/// registry.
+/// The text, in which digests name the release's images, and the number of replacements. In a kustomization, containers
+/// name no registry.
 fn with_digests(
     text: &str,
     kustomized: bool,

@@ -399,7 +399,7 @@ mod tests {
         message.extend(&payload);
         let pem = fs::read_to_string(release.public("a")).expect("a key");
         let der = STANDARD.decode(pem.lines().filter(|line| !line.starts_with('-')).collect::<String>());
-        // A key of this kind ends with the point.
+        // The DER form of this key ends with the curve point.
         let der = der.expect("base64");
         let point = &der[der.len() - 65..];
         let key = ring::signature::UnparsedPublicKey::new(&ring::signature::ECDSA_P256_SHA256_ASN1, point);

@@ -1,5 +1,6 @@
-//! Rehearses a release for tests: once, for this machine's architecture only. Checks its files, pushes its images to a
-//! registry with the commands of docs/guide/releasing.md, and checks that the same images come back.
+//! Rehearses a release as a step of the tests. Builds it once, for this machine's architecture only, checks its files,
+//! pushes its images to a registry with the commands of docs/guide/releasing.md, and checks that the same images come
+//! back.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -19,7 +20,7 @@ use crate::commands::{debian, helm};
 use crate::toolchain::{Choice, Toolchain};
 use crate::{progress, run, workspace};
 
-/// Why a rehearsal is impossible here, if so. A program that only has to be installed does not make it impossible.
+/// The reason why a rehearsal is impossible here, if any. Installs or fetches the programs that it needs.
 pub(crate) fn missing() -> Option<String> {
     let had = debian::install(&[("skopeo", "skopeo")]).and_then(|()| debian::unpacked("docker-registry"));
     had.err().map(|why| progress::last_line(&why))
@@ -189,7 +190,7 @@ impl Registry {
             "storage": {"filesystem": {"rootdirectory": scratch.join("registry")}},
             "http": {"addr": "127.0.0.1:0"},
         });
-        // JSON is YAML.
+        // JSON is valid YAML.
         fs::write(&settings, config.to_string())?;
         let program = debian::unpacked("docker-registry")?.join("usr/bin/docker-registry");
         let process = Command::new(program)

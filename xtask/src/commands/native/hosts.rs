@@ -1,7 +1,7 @@
 //! The native module with many hosts, and with hosts that change all the time, in a small program in place of Envoy.
 //!
-//! What is measured is the module's own CPU time and memory, without Envoy's. `cargo xtask bench growth` and `memory` have
-//! the same with Envoy.
+//! The results are the module's own CPU time and memory, without Envoy's. `cargo xtask bench growth` and `memory`
+//! measure the same with Envoy.
 
 use std::path::Path;
 
@@ -11,16 +11,16 @@ use super::elf::Library;
 use super::loader::Loader;
 use crate::progress;
 
-/// The program, apart from the functions of Envoy that it has no use for.
+/// The program's source. [`Loader::build`] adds stubs for the functions of Envoy that it does not define.
 const PROGRAM: &str = include_str!("hosts.c");
 
 /// Numbers of hosts. A pool has at most 128 entries.
 const SIZES: [usize; 4] = [10, 128, 1000, 10_000];
 const ATTEMPTS: usize = 400_000;
 const ROUNDS: usize = 5;
-/// Goal for the cost of an attempt with the most hosts, relative to that with as many as fit into the pool.
+/// Goal for the cost of an attempt with the most hosts, relative to the cost with as many hosts as fit into the pool.
 const FLAT: f64 = 1.25;
-/// Number of updates of a cluster of at most ten hosts, out of ten thousand.
+/// Number of updates of a cluster that has at most ten hosts at a time, taken from ten thousand.
 const UPDATES: usize = 1_000_000;
 const FEW: usize = 10;
 /// Number of updates of a cluster of at most ten thousand hosts.

@@ -39,7 +39,8 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
-    /// Checks that a panic in a hook of the module in `file` ends in that hook: the unwinder is in the module, and works.
+    /// Checks that a panic in a hook of the module in `file` is caught in that hook. This needs a working unwinder
+    /// inside the module.
     pub(super) fn survives_a_panic(&self, file: &Path, library: &Library) -> Result<()> {
         let said = self.load(file, library)?;
         let caught = said.contains("a panic was caught; please report it: crash test\n");

@@ -35,7 +35,7 @@ pub(super) fn run() -> Result<Vec<String>> {
     Ok(vec![])
 }
 
-/// Why there is no standard library to instrument, if so.
+/// The reason why there is no standard library to instrument, if any.
 fn missing() -> Result<Option<String>> {
     let sysroot = run::output(run::tool("rustc").args(["--print", "sysroot"]))?;
     let source = Path::new(sysroot.trim()).join("lib/rustlib/src/rust/library/Cargo.lock");

@@ -20,17 +20,17 @@ use crate::{progress, run, workspace};
 /// this are not chance.
 const MOST_RETRIED: usize = 4;
 
-/// Programs whose tests only wait for sockets and clocks, and so run more tests in parallel than there are cores.
+/// Programs whose tests only wait for sockets and clocks. They run more tests in parallel than there are cores.
 const WAITING: [&str; 2] = ["agent", "host"];
 
 /// The program whose tests start Envoys. Each of its tests keeps less than a third of a core busy (300 s of CPU time in all).
 const ENVOYS: &str = "e2e";
 
-/// The slowest programs, which start first; the others follow in cargo's order. `docs` is not among them: by the time it
-/// starts, the build ahead has made the programs that it runs.
+/// The slowest programs, which start first; the others follow in cargo's order. `docs` is not listed, so that it starts
+/// later: by then, `cargo xtask ahead` has built the programs that `docs` runs.
 const LONGEST: [&str; 5] = ["e2e", "host", "agent", "mesh", "observability"];
 
-/// Programs that use every core: tests that ran in parallel would miss their limits.
+/// Programs that use every core. Each runs alone, because tests in parallel with it would miss their time limits.
 const ALONE: [&str; 1] = ["floods"];
 
 /// The results of the tests.
