@@ -135,7 +135,7 @@ pub(crate) fn judge(text: &str, must_be_dump: bool) -> Result<Vec<Finding>> {
 pub(crate) fn check(root: &Value, must_be_dump: bool) -> Result<Vec<Finding>> {
     let mut findings = Findings::default();
     shape::check(&At::root(root), &mut findings);
-    // Mistakes for which Envoy refuses the file hide all others.
+    // Envoy refuses a file with these mistakes, so nothing else is checked.
     if findings.0.is_empty() {
         let source = Source::of(root, must_be_dump)?;
         let filter = filters::check(&source, &mut findings);

@@ -11,10 +11,10 @@ use super::{At, Findings, clusters, settings};
 /// Field of the policy that holds the settings.
 const SETTINGS_KEY: &str = "lb_policy_config";
 
-/// Type of the module's HTTP filters, of clusters and of listeners.
+/// Type of the module's HTTP filters, in clusters and in listeners.
 pub(super) const FILTER: &str = "DynamicModuleFilter";
 
-/// Name of the listener's filter in its configuration. With any other name, the filter is the cluster's.
+/// `filter_name` of the module's filter in a listener. With any other name, it is the filter of a cluster.
 pub(super) const DETOUR: &str = "prequal_detour";
 
 /// A cluster with the module's policy.
@@ -62,7 +62,7 @@ fn own_entry(
         all_exist &= clusters::find(source, &entry.cluster, CLUSTER_ABSENT, path, findings).is_some();
     }
     let own = settings.clusters.into_iter().find(|entry| entry.cluster == name);
-    // A name that does not exist is probably this cluster's, misspelled.
+    // An entry for a cluster that does not exist is probably meant for this cluster, with its name misspelled.
     if own.is_none() && all_exist {
         findings.push(ROUTE_UNNAMED, path, name);
     }

@@ -4,7 +4,7 @@ use super::balanced::{Balanced, DETOUR, FILTER, is_prequals, module};
 use super::codes::*;
 use super::{At, Findings};
 
-/// Health of the hosts that the filter names, as `override_host_status` has it.
+/// Health of the hosts that the filter names, as `override_host_status` spells it.
 const NAMED: [&str; 4] = ["UNHEALTHY", "DRAINING", "TIMEOUT", "DEGRADED"];
 
 /// Health of the hosts that Envoy accepts from a filter by default.
@@ -61,7 +61,7 @@ fn check_cluster(one: &Balanced<'_>, detour: bool, session: bool, manager: &At<'
             format!("`override_host_status` lacks {}", refused.join(", ")),
         );
     }
-    // Sessions may have the same need.
+    // A filter for sessions may also need unhealthy hosts.
     if !detour && !session && statuses.contains(&"UNHEALTHY") {
         let list = format!("{}.http_filters", manager.path);
         findings.push(NATIVE_DETOUR_MISSING, &list, format!("cluster `{}` allows them", one.name));

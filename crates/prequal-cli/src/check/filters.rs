@@ -267,7 +267,7 @@ fn check_upstream_strip(
     if router.list("upstream_http_filters").iter().any(removes_dest) {
         return;
     }
-    // The settings determine which shim reads the header, and when.
+    // The shim in the settings determines when the header is read, and so when it may be removed.
     if settings.shim == Shim::StatefulSession {
         let mut behind = filters.iter().skip_while(|filter| !is_shim(filter));
         // If routes are not in this configuration, another check reports that.

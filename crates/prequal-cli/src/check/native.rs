@@ -72,7 +72,7 @@ fn check_listeners(source: &Source<'_>, all: &[Balanced<'_>], findings: &mut Fin
             findings.push(ROUTES_ELSEWHERE, &one.cluster.path, one.name);
         }
     }
-    // Other users of a cluster, for example filters that send requests of their own, have no router to check.
+    // A cluster without a route may be used by filters that send requests of their own: there is no router to check.
     for one in all.iter().filter(|one| !reached.contains(one.name)) {
         check_filter(one, None, findings);
     }

@@ -127,7 +127,8 @@ fn is_dynamic(route: &At<'_>) -> bool {
     })
 }
 
-/// Reports routes that remove headers needed later. `stateful_session` reads the choice before the request is routed.
+/// Reports routes that remove headers needed later. `stateful_session` reads the choice before the request is routed,
+/// so with that shim routes may remove it.
 fn removals(place: &At<'_>, shim: Shim, findings: &mut Findings) {
     let dest = removed(place, "request_headers_to_remove", DEST).map(|item| (item, DEST, ROUTE_REMOVES_DEST));
     let load =

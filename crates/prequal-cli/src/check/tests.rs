@@ -94,7 +94,7 @@ fn upstream_filters(root: &mut Value) -> &mut Vec<Value> {
     list(&mut router["typed_config"]["upstream_http_filters"])
 }
 
-/// One change of the shipped configuration, with the code that it must cause, or with a description.
+/// The code that a change must cause, or a description, and the change of the shipped configuration.
 type Break = (&'static str, fn(&mut Value));
 
 const BREAKS: &[Break] = &[
@@ -129,7 +129,7 @@ const BREAKS: &[Break] = &[
     ("router-order", |root| list(manager(root, "/http_filters")).swap(2, 3)),
     ("router-order", |root| drop(list(manager(root, "/http_filters")).pop())),
     ("upstream-strip", |root| remove(manager(root, "/route_config"), "request_headers_to_remove")),
-    // One of two routes removes it.
+    // Only one of two routes removes the header.
     ("upstream-strip", |root| {
         remove(manager(root, "/route_config"), "request_headers_to_remove");
         let mut other = manager(root, ROUTES)[1].clone();
@@ -404,7 +404,7 @@ const MANIFEST_BREAKS: &[Break] = &[
 fn each_mistake_in_a_manifest_is_found_alone() {
     for (code, break_it) in MANIFEST_BREAKS {
         for text in MANIFESTS {
-            // The name alone would still identify another module as Prequal's.
+            // Otherwise the object's name alone would identify its module as Prequal's.
             let text = if *code == "filter-missing" {
                 text.replace("name: prequal", "name: x")
             } else {
@@ -442,7 +442,7 @@ fn manifests_without_the_module_are_refused() {
     assert!(error.contains("WasmPlugin"), "{error}");
     let error = judge(MANIFESTS[0], true).unwrap_err().to_string();
     assert!(error.contains("config_dump"), "{error}");
-    // A later document counts here, but not in a configuration of Envoy.
+    // All documents of a manifest are read, but only the first of an Envoy configuration.
     let error = judge(&format!("{}\n---\na: [", MANIFESTS[3]), false).unwrap_err();
     assert!(format!("{error:#}").contains("document 2"), "{error:#}");
     let mut findings = judge(&format!("{SHIPPED}\n---\na: ["), false).unwrap();

@@ -133,8 +133,8 @@ fn set_filter(manager: &mut Value, plan: &Plan) {
     }
 }
 
-/// Returns the filters that remove the steering header after `override_host` has read it. Routes cannot remove it,
-/// because their removals come before that.
+/// Returns the filters that remove the steering header after `override_host` has read it. Routes cannot do this,
+/// because they remove headers before that policy reads them.
 fn upstream_strip() -> serde_json::Value {
     json!([
         {

@@ -234,7 +234,7 @@ impl Spec {
 }
 
 /// Validates the settings with Prequal's own parser, and sets `verified_probes` for every cluster that is probed, so
-/// that Envoy verifies who answers.
+/// that Envoy verifies which host answers.
 fn accept(
     native: bool,
     settings: &mut Map<String, Value>,

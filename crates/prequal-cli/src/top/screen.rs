@@ -118,7 +118,7 @@ impl Sort {
 #[derive(Debug)]
 struct State {
     envoys: Vec<Reader>,
-    /// Address of each agent and its last reading: its replicas, by name.
+    /// Address of each agent, and its last reading: the agent's replicas, by name.
     agents: Vec<(String, Option<Result<Replicas, String>>)>,
     /// Index of the cluster that is shown in detail; if there are fewer clusters, the last one is shown.
     chosen: usize,

@@ -16,7 +16,7 @@ pub(super) struct View {
     used: f64,
     failed: f64,
     undispatched: f64,
-    /// Current values of gauges: entries in the pool, θ, known replicas, ejected ones.
+    /// Current values of gauges: entries in the pool, θ, known replicas, ejected replicas.
     pub(super) pool: u64,
     theta: u64,
     pub(super) members: u64,
