@@ -1,8 +1,8 @@
 //! The agent in front of a hostile backend: whatever the backend answers, the request ends, a well-formed request is
 //! answered afterwards, and no request is still counted.
 //!
-//! The first byte decides which request is answered, over which HTTP version, and whether the rest consists of frames with
-//! correct lengths.
+//! The first byte decides which request is answered, over which HTTP version, and whether the rest consists of frames
+//! with correct lengths.
 #![no_main]
 
 use prequal_fuzz::agent::{self, PREFACE, frame};

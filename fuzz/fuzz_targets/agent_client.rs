@@ -1,8 +1,8 @@
 //! The agent against a hostile client: whatever the client sends, a well-formed request is answered afterwards, and no
 //! request is still counted.
 //!
-//! The first byte decides how the rest is sent (as it is, after the preface of HTTP/2, or as frames with correct lengths),
-//! in how many pieces, and which HTTP version the backend speaks.
+//! The first byte decides how the rest is sent (as it is, after the preface of HTTP/2, or as frames with correct
+//! lengths), in how many pieces, and which HTTP version the backend speaks.
 #![no_main]
 
 use prequal_fuzz::agent::{self, PREFACE, frame};

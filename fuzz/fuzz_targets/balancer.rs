@@ -1,5 +1,5 @@
-//! A worker's balancer over damaged shared data: it still serves requests, and everything that it writes is accepted again
-//! (`Host` checks every write).
+//! A worker's balancer over damaged shared data: it still serves requests, and everything that it writes is accepted
+//! again (`Host` checks every write).
 #![no_main]
 
 use prequal_core::client::members::{Placement, Target};

@@ -1,4 +1,5 @@
-//! The ejection table's blob: any bytes are refused, or accept updates from requests; what is written is accepted again.
+//! The ejection table's blob: any bytes are refused, or yield a table that requests can update. What is written is
+//! accepted again.
 #![no_main]
 
 use prequal_core::client::ejection::{EjectionSettings, EjectionTable, Event, Timing};

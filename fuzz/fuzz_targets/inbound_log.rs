@@ -1,5 +1,5 @@
-//! The inbound role's log of ended requests: any bytes are refused, or workers can read and append; what is written is
-//! accepted again.
+//! The inbound role's log of ended requests: any bytes are refused, or yield a log that workers read and append to.
+//! What is written is accepted again.
 #![no_main]
 
 use prequal_core::server::inbound::ended::{EndedLog, ReadPosition};

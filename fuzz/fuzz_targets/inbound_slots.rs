@@ -1,4 +1,5 @@
-//! The inbound role's table of slots: any bytes are refused, or VMs come, go and die; what is written is accepted again.
+//! The inbound role's table of slots: any bytes are refused, or yield a table in which VMs come, go and die. What is
+//! written is accepted again.
 #![no_main]
 
 use prequal_core::server::inbound::slots::{Claim, MAX_SLOTS, Slots, can_judge};

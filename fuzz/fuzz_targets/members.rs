@@ -1,4 +1,5 @@
-//! The membership's blob: any bytes are refused, or accept what workers learn; what is written is accepted again.
+//! The membership's blob: any bytes are refused, or yield a membership that takes in what workers learn. What is
+//! written is accepted again.
 #![no_main]
 
 use prequal_core::client::members::{Evidence, Members, Note, View};

@@ -1,4 +1,5 @@
-//! The pool's blob: any bytes are refused, or can serve picks, reports and probes; what is written is accepted again.
+//! The pool's blob: any bytes are refused, or yield a pool for picks, reports and probes. What is written is accepted
+//! again.
 #![no_main]
 
 use prequal_core::client::members::Placement;

@@ -1,8 +1,8 @@
-//! A real agent in this process: sockets on loopback, one thread, and a backend that answers normally or sends the input's
-//! bytes.
+//! A real agent in this process: sockets on loopback, one thread, and a backend that answers normally or sends the
+//! input's bytes.
 //!
-//! The agent accepts only sockets, so the bytes go through the kernel. Clients connect from many loopback addresses: with a
-//! single one, ports would run out after a few seconds because of TIME_WAIT.
+//! The agent accepts only sockets, so the bytes go through the kernel. Clients connect from many loopback addresses:
+//! with a single one, ports would run out after a few seconds because of TIME_WAIT.
 
 use std::cell::{Cell, RefCell};
 use std::convert::Infallible;
@@ -26,7 +26,7 @@ use tokio::time::timeout;
 
 /// The preface of HTTP/2, without the SETTINGS that follow it.
 pub const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// Maximum duration of a hostile connection. The agent closes it by itself, because it has been closed for writing.
+/// Maximum duration of a hostile connection. The agent closes it by itself, because its peer has closed it for writing.
 const PATIENCE: Duration = Duration::from_millis(300);
 /// Time limit for a well-formed request on a busy machine.
 const LIMIT: Duration = Duration::from_secs(8);

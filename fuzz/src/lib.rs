@@ -1,4 +1,5 @@
-//! Code shared by the fuzz targets: reading a script from raw bytes, blobs that nearly decode, and shared data in memory.
+//! Code shared by the fuzz targets: reading a script from raw bytes, blobs that nearly decode, and shared data in
+//! memory.
 //!
 //! Each target is a program in `fuzz_targets/`. The targets decide what is correct; this library does not.
 
@@ -130,8 +131,8 @@ pub fn nearly<B: Blob>(bytes: &[u8]) -> Option<B> {
     None
 }
 
-/// The same for a header of `header` bytes followed by records; the header contains the size of a record and, if `counted`,
-/// a count.
+/// The same for a header of `header` bytes followed by records; the header contains the size of a record and, if
+/// `counted`, a count.
 pub fn nearly_records<B: Blob>(bytes: &[u8], record: usize, counted: bool) -> Option<B> {
     let empty = B::default().encode().into_owned();
     let mut bytes = bytes.to_vec();

@@ -30,11 +30,11 @@ func (c capacity) crowding(rif uint32) float64 {
 	return max((float64(rif)+1)/float64(max(c.knee, 1)), 1)
 }
 
-// row holds the fading sums for one level.
+// row holds the fading sums for one level, which is a number of requests at the server.
 type row struct {
 	// Time spent at this level, and number of good responses that left at it.
 	time, left float64
-	// Number of good responses to requests that brought the level to this one on arrival, and the time they took.
+	// Number of good responses to requests that raised the level to this one on arrival, and the time that those requests took.
 	met, took float64
 }
 
@@ -126,8 +126,8 @@ func (l *levels) capacity(now uint64, leaving bool) (capacity, bool) {
 	return l.fit, l.known
 }
 
-// fitted maximises the sum of the two likelihoods. weight is the weight of the present. running is added to the row of the
-// current level.
+// fitted maximises the sum of the two likelihoods that capacity.rs describes. weight is the weight of the present. running is
+// added to the row of the current level.
 func (l *levels) fitted(weight float64, running row) (capacity, bool) {
 	current := min(int(l.level), len(l.rows))
 	var all row

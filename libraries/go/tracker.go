@@ -27,7 +27,7 @@ const (
 	samples          = 8
 	// Multiple of the expected latency beyond which an overtaken request is very long.
 	long = 10
-	// Number of requests that must have succeeded since it was first overtaken.
+	// Number of requests that must have succeeded since such a request was first overtaken.
 	overtaken = 10
 )
 

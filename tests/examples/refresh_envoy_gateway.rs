@@ -1,9 +1,9 @@
-//! Writes `tests/envoy-gateway/translated.json`: Envoy Gateway's translation of `envoy-configs/envoy-gateway/`. With `--check`
-//! it writes nothing and fails if the translation differs. `cargo xtask gateway` runs it. Needs Go 1.26 and, the first time,
-//! several minutes and 3 GB of Go's caches.
+//! Writes `tests/envoy-gateway/translated.json`: Envoy Gateway's translation of `envoy-configs/envoy-gateway/`. With
+//! `--check` it writes nothing and fails if the translation differs. `cargo xtask gateway` runs it. Needs Go 1.26. The
+//! first run takes several minutes and 3 GB of Go's caches.
 //!
-//! The translating program, `tests/envoy-gateway/translate.go`, uses Envoy Gateway's internal packages. Therefore a copy of
-//! the module is made in `target/`, and the program is built there as one of its commands.
+//! The translating program, `tests/envoy-gateway/translate.go`, uses Envoy Gateway's internal packages. Therefore a
+//! copy of the module is made in `target/`, and the program is built there as one of its commands.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -33,7 +33,7 @@ fn main() -> Result<()> {
 }
 
 fn build() -> Result<PathBuf> {
-    // Another release is built in another folder.
+    // Each release is built in its own folder.
     let version = ENVOY_GATEWAY.rsplit('@').next().unwrap_or_default();
     let folder = target_dir().join(format!("envoy-gateway-{version}"));
     let program = target_dir().join("bin/envoy-gateway-translate");

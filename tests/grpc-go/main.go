@@ -39,8 +39,8 @@ const rounds = 30
 // Number of calls in a round, and how many are made at once.
 var calls, concurrency = 100, 8
 
-// server answers after a delay, and counts. If it has a utilisation, it reports it in the trailers of each call, or if it
-// streams, out of band.
+// server answers after a delay, and counts. It reports its utilisation, if that is set: out of band if it streams,
+// otherwise in the trailers of each call.
 type server struct {
 	grpc_health_v1.UnimplementedHealthServer
 	delay       time.Duration

@@ -1,7 +1,7 @@
 //! An HTTP server in this process that answers as a test specifies, and counts requests.
 //!
-//! It serves HTTP/1.1 and cleartext HTTP/2 on one port. A handler maps each request to a [`Reply`], so a backend can also
-//! act as an agent that lies.
+//! It serves HTTP/1.1 and cleartext HTTP/2 on one port. A handler maps each request to a [`Reply`], so a backend can
+//! also act as an agent that lies.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -144,7 +144,7 @@ impl Backend {
 impl Drop for Backend {
     fn drop(&mut self) {
         self.acceptor.abort();
-        // The port is free only once the task has ended; a caller that binds it again must not race with it.
+        // The port is free only once the task has ended; a caller that binds it again must not race with the task.
         let handle = self.acceptor.clone();
         if tokio::runtime::Handle::try_current().is_err() {
             block_on(async move {

@@ -93,8 +93,8 @@ impl Client {
         Self::build(addr, true, false)
     }
 
-    /// A client that behaves like users' clients: a request that could not be sent because its connection was closing is
-    /// sent on another one.
+    /// A client that behaves like users' clients: if a request could not be sent because its connection was closing, it
+    /// sends the request on another one.
     pub fn reconnecting(addr: SocketAddr, http2: bool) -> Self {
         Self::build(addr, http2, true)
     }
@@ -151,8 +151,8 @@ impl Client {
         block_on(async move { tokio::time::timeout(patience, client.send_async(request)).await.is_err() })
     }
 
-    /// Sends `request` and aborts it as soon as `when` holds, which is checked every millisecond. Returns true if it was
-    /// aborted before it was answered.
+    /// Sends `request` and aborts it as soon as `when` holds, which is checked every millisecond. Returns true if it
+    /// was aborted before it was answered.
     pub fn abandon_when(&self, request: Request, when: impl Fn() -> bool) -> bool {
         let client = self.clone();
         let sent = handle().spawn(async move { client.send_async(request).await });

@@ -40,7 +40,8 @@ pub fn wasm_module() -> PathBuf {
     dist_dir().join("prequal_filter.wasm")
 }
 
-/// The filter built to panic on requests with the header `x-crash-prequal`. Its blobs count as another release's.
+/// The filter built to panic on requests with the header `x-crash-prequal`. Its blobs have another version, like those
+/// of another release.
 pub fn crash_module() -> PathBuf {
     target_dir().join("dist-test/prequal_filter_crash.wasm")
 }
@@ -50,14 +51,14 @@ pub fn envoy_binary() -> PathBuf {
     std::env::var_os("ENVOY").map_or_else(|| target_dir().join("envoy/1.40.0/envoy"), PathBuf::from)
 }
 
-/// Whether that Envoy loads the native module: version 1.38 or later.
+/// Whether [`envoy_binary`] loads the native module: version 1.38 or later.
 pub fn envoy_loads_native_modules() -> Result<bool> {
     let version = envoy_version()?;
     let minor = version.split("/1.").nth(1).and_then(|rest| rest.split('.').next()?.parse::<u32>().ok());
     Ok(minor.with_context(|| format!("which version is {version}?"))? >= 38)
 }
 
-/// Whether that Envoy runs WebAssembly. 1.38.3 was released without V8.
+/// Whether [`envoy_binary`] runs WebAssembly. 1.38.3 was released without V8.
 pub fn envoy_runs_wasm() -> Result<bool> {
     Ok(!envoy_version()?.contains("/1.38.3/"))
 }
@@ -81,7 +82,7 @@ pub enum Policy {
     LeastRequest,
     /// The least busy of all hosts.
     LeastRequestFullScan,
-    /// Any host.
+    /// A random host.
     Random,
     /// By weights from the load reports on responses (ORCA). A report takes effect within a second.
     ClientSideWeighted,
@@ -107,18 +108,19 @@ impl EnvoyConfig {
         Self::of_file("envoy.yaml")
     }
 
-    /// The shipped configuration with the native module (`envoy-configs/static/envoy-native.yaml`), with the same changes.
+    /// The shipped configuration with the native module (`envoy-configs/static/envoy-native.yaml`), with the same
+    /// changes.
     pub fn native() -> Result<Self> {
         Self::of_file("envoy-native.yaml")
     }
 
-    /// `native` with the given replicas, which are both served and probed.
+    /// `native` with the given replicas in both clusters: they get requests and probes.
     pub fn native_for_replicas(addrs: &[SocketAddr]) -> Result<Self> {
         Ok(Self::native()?.endpoints(SERVING, addrs).endpoints(PROBING, addrs))
     }
 
-    /// The shipped configuration of an Envoy beside one replica (`envoy-configs/static/envoy-inbound.yaml`), with the same
-    /// changes, in front of `replica`.
+    /// The shipped configuration of an Envoy beside one replica (`envoy-configs/static/envoy-inbound.yaml`), with the
+    /// same changes, in front of `replica`.
     pub fn inbound(replica: SocketAddr) -> Result<Self> {
         Ok(Self::of_file("envoy-inbound.yaml")?.endpoints(REPLICA, &[replica]))
     }
@@ -154,7 +156,7 @@ impl EnvoyConfig {
         }
     }
 
-    /// `shipped` with the given replicas, which are both served and probed.
+    /// `shipped` with the given replicas in both clusters: they get requests and probes.
     pub fn for_replicas(addrs: &[SocketAddr]) -> Result<Self> {
         Ok(Self::shipped()?.endpoints(SERVING, addrs).endpoints(PROBING, addrs))
     }
@@ -199,7 +201,7 @@ impl EnvoyConfig {
                 ("least_request.v3.LeastRequest", json!({"selection_method": "FULL_SCAN"}))
             }
             Policy::Random => ("random.v3.Random", json!({})),
-            // The penalty is 1 according to the documentation, but 0 if it is not set.
+            // If the penalty is not set it is 0, although the documentation says 1.
             Policy::ClientSideWeighted => (
                 "client_side_weighted_round_robin.v3.ClientSideWeightedRoundRobin",
                 json!({"blackout_period": "1s", "error_utilization_penalty": 1.0}),
@@ -230,8 +232,8 @@ impl EnvoyConfig {
         })
     }
 
-    /// Uses the other shim: Envoy's `override_host` policy instead of `stateful_session`. It reads the choice later, so an
-    /// upstream filter has to remove it.
+    /// Uses the other shim: Envoy's `override_host` policy instead of `stateful_session`. That policy reads the
+    /// steering header later, so an upstream filter has to remove the header.
     #[must_use]
     pub fn override_host(self) -> Self {
         self.filter_settings(|settings| settings["shim"] = json!("override_host")).edit(|config| {
@@ -275,7 +277,8 @@ impl EnvoyConfig {
         self
     }
 
-    /// Runs Envoy with the folder `root` of a [`crate::MinimalRoot`] as its root folder, and with the dynamic modules there.
+    /// Runs Envoy with the folder `root` of a [`crate::MinimalRoot`] as its root folder, and with the dynamic modules
+    /// there.
     #[must_use]
     pub fn inside(mut self, root: &Path) -> Self {
         self.root_folder = Some(root.to_owned());
@@ -285,7 +288,7 @@ impl EnvoyConfig {
 
     /// Changes the filter's own settings (the JSON in its configuration).
     ///
-    /// The shipped settings have one entry in `clusters`; to set something for it:
+    /// The shipped settings have one entry in `clusters`. To set a value there:
     /// `settings["clusters"][0]["idle_probe_interval_ms"] = json!(0)`.
     #[must_use]
     pub fn filter_settings(self, change: impl FnOnce(&mut Value)) -> Self {
@@ -422,7 +425,7 @@ impl EnvoyConfig {
             let filter = self.filter_mut(FILTER_NAME).expect("found above");
             &mut filter["typed_config"]["config"]["configuration"]
         } else {
-            // With the native module they are the policy's settings.
+            // With the native module, the settings are the policy's.
             let policy = &mut self.cluster_mut(SERVING)["load_balancing_policy"]["policies"][0];
             &mut policy["typed_extension_config"]["typed_config"]["lb_policy_config"]
         };

@@ -20,7 +20,7 @@ pub struct Prequal {
 }
 
 impl Prequal {
-    /// The counters of `cluster`, a label's value, on a page of Envoy's statistics.
+    /// Reads the counters with the label `cluster` from a page of Envoy's statistics.
     pub(crate) fn read(page: &str, cluster: &str) -> Self {
         let mut found = Self::default();
         for sample in prequal_stats::samples(page).filter(|sample| sample.cluster == cluster) {

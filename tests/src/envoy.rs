@@ -23,7 +23,8 @@ use crate::runtime::eventually;
 /// Maximum start time of Envoy: it compiles the module once for the main thread and once per worker.
 const START_LIMIT: Duration = Duration::from_secs(30);
 
-/// Seconds that an Envoy keeps running after another has taken over ([`Envoy::hot_restart`]). It drains for two.
+/// Seconds that an Envoy keeps running after another has taken over ([`Envoy::hot_restart`]). It drains for two of
+/// them.
 pub const PARENT_SHUTDOWN_S: u64 = 5;
 
 /// A running Envoy; it stops on drop.
@@ -48,27 +49,27 @@ enum Life {
     Chained { base_id: u64, epoch: u32 },
 }
 
-/// Maximum number of idle probes of one cluster in flight at a time, with two workers. Checks that counters balance must
-/// allow for this many.
+/// Maximum number of idle probes of one cluster in flight at a time, with two workers. Checks that counters balance
+/// must allow for this many.
 pub const IDLE_PROBES: u64 = 4;
 
 impl Envoy {
-    /// Starts Envoy and waits until it is ready to serve. The error holds the end of its log.
+    /// Starts Envoy and waits until it is ready to serve. The error contains the end of Envoy's log.
     pub fn start(config: EnvoyConfig) -> Result<Self> {
         Self::launch(config, Life::Single)
     }
 
     /// Like [`Self::start`], but another process can take over; see [`Self::hot_restart`].
     pub fn start_restartable(config: EnvoyConfig) -> Result<Self> {
-        // Envoy can choose a base id itself (`--use-dynamic-base-id`), but writes it to a file. An id derived from the
-        // process id is equally unique here.
+        // Envoy can choose a base id itself (`--use-dynamic-base-id`), but reports it only in a file. An id derived
+        // from the process id is unique, too.
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let base_id = u64::from(std::process::id()) * 100 + NEXT.fetch_add(1, Ordering::Relaxed);
         Self::launch(config, Life::Chained { base_id, epoch: 0 })
     }
 
     /// Starts another process with `config`, which takes over the listener at the same address, and waits until it is
-    /// ready. From then on this process accepts no new connections, and it ends [`PARENT_SHUTDOWN_S`] later: see
+    /// ready. From then on the old process accepts no new connections. It ends [`PARENT_SHUTDOWN_S`] later: see
     /// [`Self::wait_for_end`]. The new process has its own statistics.
     pub fn hot_restart(&self, config: EnvoyConfig) -> Result<Self> {
         let Life::Chained { base_id, epoch } = self.life else { bail!("not started for a hot restart") };
@@ -205,7 +206,7 @@ impl Envoy {
         Ok(self.stats_matching(name)?.get(name).copied().unwrap_or(0))
     }
 
-    /// The filter's metrics of `cluster`. Waits first, because workers report four times a second, so that the metrics
+    /// The filter's metrics of `cluster`. Workers report four times a second, so this first waits until the metrics
     /// include everything counted so far.
     pub fn prequal(&self, cluster: &str) -> Result<Prequal> {
         std::thread::sleep(Duration::from_millis(300));
@@ -295,7 +296,8 @@ impl Envoy {
 impl Drop for Envoy {
     fn drop(&mut self) {
         if let Life::Chained { base_id, .. } = self.life {
-            // Envoy leaves this file behind. Processes that have mapped it keep it; the name is only needed to take over.
+            // Envoy leaves this file behind. Processes that have mapped it keep it; the name is only needed to take
+            // over.
             let _ = fs::remove_file(format!("/dev/shm/envoy_shared_memory_{base_id}0"));
         }
     }

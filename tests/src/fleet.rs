@@ -34,7 +34,7 @@ impl Replica {
 pub struct Fleet(Vec<Replica>);
 
 impl Fleet {
-    /// Starts one replica for each reply, which it answers with.
+    /// Starts one replica for each reply. The replica answers every request with that reply.
     pub fn start(replies: impl IntoIterator<Item = Reply>) -> Result<Self> {
         Self::start_with(replies, &AgentOptions::default())
     }

@@ -20,12 +20,12 @@ pub struct Killable {
     delay: Duration,
     process: Process,
     dir: TempDir,
-    /// Reserves the port while no process listens, so that connections are refused and no other process takes it.
+    /// Reserves the port while no process listens, so that connections are refused and no other process takes the port.
     _reserved: TcpSocket,
 }
 
 impl Killable {
-    /// Starts `program`, which is `killable-backend`, on a free port of 127.0.0.1. It answers every request with 200 after
+    /// Starts `program` (`killable-backend`) on a free port of 127.0.0.1. It answers every request with 200 after
     /// `delay`.
     pub fn start(program: &Path, delay: Duration) -> Result<Self> {
         let reserved = TcpSocket::new_v4()?;

@@ -7,14 +7,14 @@
 //! * [`Fleet`]: backends, each behind its agent.
 //! * [`EnvoyConfig`]: the shipped static configuration, with ports, endpoints and settings replaced.
 //! * [`Envoy`]: a real Envoy running such a configuration; its statistics and CPU time.
-//! * [`MinimalRoot`]: a root folder for it, as in a minimal image.
-//! * [`Prometheus`]: a real Prometheus that scrapes them.
+//! * [`MinimalRoot`]: a root folder for Envoy, as in a minimal image.
+//! * [`Prometheus`]: a real Prometheus that scrapes Envoys and agents.
 //! * [`Client`]: HTTP/1.1 or HTTP/2 requests, blocking.
 //! * [`bed!`] and [`needs!`]: skip a test with one line that says what the machine lacks.
 //!
-//! All calls block the calling thread and may be made from any thread, even inside another tokio runtime (there they block
-//! a worker). The fixtures share one background runtime, see [`handle`]. The operating system chooses the ports. Readiness
-//! is polled ([`eventually`]); the fixtures never sleep for it.
+//! All calls block the calling thread and may be made from any thread, even inside another tokio runtime (there they
+//! block a worker). The fixtures share one background runtime, see [`handle`]. The operating system chooses the ports.
+//! Readiness is polled ([`eventually`]); the fixtures never sleep for it.
 //!
 //! Nothing here decides whether a result is good: that is up to the tests and `bench/`.
 

@@ -40,7 +40,7 @@ pub enum EnvoyGateway {
     Patched,
     /// With the native module in place of the filter, and the patches.
     Native,
-    /// Without the filter: by load reports out of band, or on responses.
+    /// Without the filter: Envoy balances by load reports, out of band or on responses.
     Utilization {
         /// Whether Envoy asks the agents for streams of reports.
         out_of_band: bool,
@@ -57,7 +57,7 @@ impl EnvoyGateway {
         ("utilization_in_band", Self::Utilization { out_of_band: false }),
     ];
 
-    /// The objects.
+    /// The Kubernetes objects to apply.
     pub fn objects(self) -> Result<Vec<Value>> {
         let mut objects = Vec::new();
         let last = if matches!(self, Self::Utilization { .. }) { "utilization" } else { "prequal" };
@@ -73,7 +73,7 @@ impl EnvoyGateway {
             }
             Self::Native => {
                 objects.extend(documents("envoy-gateway/patches.yaml")?);
-                // Its EnvoyProxy replaces the Gateway's.
+                // The EnvoyProxy of native.yaml replaces the Gateway's.
                 objects.retain(|it| it["kind"] != "EnvoyExtensionPolicy" && it["kind"] != "EnvoyProxy");
                 objects.extend(documents("envoy-gateway/native.yaml")?);
             }
@@ -99,8 +99,8 @@ pub const ENVOY_GATEWAY: &str = "github.com/envoyproxy/gateway@v1.9.1";
 /// The program that runs its translators.
 pub const TRANSLATE: &str = "tests/envoy-gateway/translate.go";
 
-/// Envoy Gateway's translation of each way to apply the files, with the objects as `input`, and what made it. `program` is
-/// the compiled [`TRANSLATE`].
+/// Envoy Gateway's translation of each way to apply the files. It includes the objects, as `input`, and what made it
+/// ([`translator`]). `program` is the compiled [`TRANSLATE`].
 pub fn translated(program: &Path) -> Result<Value> {
     let mut all = translator()?;
     for (name, way) in EnvoyGateway::ALL {

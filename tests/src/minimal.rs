@@ -21,10 +21,10 @@ const ENVOY: &str = "/envoy";
 const GLIBC: [&str; 6] = ["ld-linux-", "libc.so.", "libdl.so.", "libm.so.", "libpthread.so.", "librt.so."];
 
 impl MinimalRoot {
-    /// Copies Envoy, the libraries that it needs, and `modules` into a new folder. Fails if Envoy needs another library
+    /// Copies Envoy, the libraries that it needs, and `modules` into a new folder. Fails if Envoy needs a library other
     /// than glibc's.
     pub fn new(modules: &[&Path]) -> Result<Self> {
-        // Below target/, where Envoy is: a link takes no space.
+        // Below target/, where Envoy is, so that hard links suffice, which take no space.
         let root = Self(TempDir::new_in(target_dir())?);
         let envoy = envoy_binary();
         let linked = Command::new("ldd").arg(&envoy).env("LC_ALL", "C").output().context("ldd")?;
@@ -69,7 +69,7 @@ impl MinimalRoot {
         Ok(files)
     }
 
-    /// Why no process can be started in it, if so.
+    /// Why no process can be started in it; `None` if one can.
     pub fn missing(&self) -> Option<String> {
         let output = envoy_in(self.path()).arg("--version").output();
         match output {

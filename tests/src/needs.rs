@@ -1,7 +1,8 @@
 //! Checks whether the machine has what a test needs.
 //!
-//! If something is missing, the test prints one line that says what, and does not run. Under `CI=true` it fails instead,
-//! because a pipeline must not pass by skipping. [`needs!`](macro@crate::needs) and [`bed!`](crate::bed) return from the test.
+//! If something is missing, the test prints one line that says what, and does not run. Under `CI=true` it fails
+//! instead, because a pipeline must not pass by skipping. [`needs!`](macro@crate::needs) and [`bed!`](crate::bed)
+//! return from the test.
 
 use std::net::TcpListener;
 use std::path::PathBuf;
@@ -67,7 +68,7 @@ pub fn missing_program(programs: &[&str]) -> Option<String> {
     Some(format!("no program `{program}` in PATH"))
 }
 
-/// Why this process cannot open `count` files, if so.
+/// Why this process cannot open `count` files; `None` if it can.
 pub fn missing_descriptors(count: u64) -> Option<String> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: getrlimit writes to the value that it is passed.
@@ -76,7 +77,7 @@ pub fn missing_descriptors(count: u64) -> Option<String> {
     (allowed < count).then(|| format!("only {allowed} open files are allowed: run `ulimit -n {count}`"))
 }
 
-/// Why IPv6 cannot be tested, if so.
+/// Why IPv6 cannot be tested; `None` if it can.
 pub fn missing_ipv6() -> Option<String> {
     let error = TcpListener::bind("[::1]:0").err()?;
     Some(format!("no IPv6 loopback: {error}"))

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 
-/// A child process that is killed on drop. While a panic unwinds, dropping prints the end of its log first.
+/// A child process that is killed on drop. If it is dropped while a panic unwinds, the end of its log is printed first.
 #[derive(Debug)]
 pub(crate) struct Process {
     name: &'static str,
@@ -96,8 +96,8 @@ impl Drop for Process {
     }
 }
 
-/// CPU time that process `pid` has used so far, summed over its living threads, with nanosecond resolution if the kernel
-/// keeps scheduler statistics, else in clock ticks.
+/// CPU time that process `pid` has used so far, summed over its living threads. The resolution is a nanosecond if the
+/// kernel keeps scheduler statistics, otherwise a clock tick.
 pub fn cpu_time(pid: u32) -> Result<Duration> {
     let mut total = Duration::ZERO;
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).context("the process has ended")?;
@@ -111,8 +111,8 @@ pub fn cpu_time(pid: u32) -> Result<Duration> {
         return Ok(total);
     }
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    // The program's name is in parentheses and may contain spaces; user and system time are fields 14 and 15, counted from
-    // 1.
+    // The program's name is in parentheses and may contain spaces; user and system time are fields 14 and 15, counted
+    // from 1.
     let fields = stat.rsplit_once(')').map(|(_, rest)| rest).unwrap_or_default();
     let ticks: u64 =
         fields.split_ascii_whitespace().skip(11).take(2).filter_map(|field| field.parse::<u64>().ok()).sum();

@@ -25,8 +25,8 @@ pub struct Prometheus {
 }
 
 impl Prometheus {
-    /// Starts Prometheus with `config` and the rule file `rules.yaml`, which `config` may refer to, and waits until it is
-    /// ready. It listens on a free port of 127.0.0.1.
+    /// Starts Prometheus with `config` and the rule file `rules.yaml`, which `config` may refer to, and waits until it
+    /// is ready. It listens on a free port of 127.0.0.1.
     pub fn start(config: &Value, rules: &str) -> Result<Self> {
         let dir = TempDir::new()?;
         let file = |name: &str| dir.path().join(name);
@@ -80,7 +80,7 @@ pub fn prometheus_tool(name: &str) -> PathBuf {
     if unpacked.is_file() { unpacked } else { name.into() }
 }
 
-/// Why Prometheus is not available here, if so.
+/// Why Prometheus is not available here; `None` if it is.
 pub fn missing_prometheus() -> Option<String> {
     let runs = |name| Command::new(prometheus_tool(name)).arg("--version").output().is_ok();
     (!runs("prometheus") || !runs("promtool"))

@@ -1,5 +1,5 @@
-//! Basic checks on the Envoy that `$ENVOY` names: steering, the account of probes, recovery from a crash. They are few, so
-//! that they can run on each supported version; everything else is in `e2e`.
+//! Basic checks on the Envoy that `$ENVOY` names: steering, the account of probes, recovery from a crash. They are few,
+//! so that they can run on each supported version; everything else is in `e2e`.
 
 use std::time::Duration;
 
@@ -49,7 +49,7 @@ fn the_core_facts_hold_on_this_envoy() -> Result<()> {
     assert!(rest.probes("used") > 0 && rest.steered() > 290, "{rest:#?}");
     drop(envoy);
 
-    // A module that can be crashed recovers with its pool.
+    // After a crash, the module recovers with its pool.
     let envoy = Envoy::start(config.module(&module).concurrency(1))?;
     known(&envoy);
     let before = envoy.prequal("replicas")?;

@@ -101,7 +101,8 @@ fn inbound() -> Vec<Vec<String>> {
     table
 }
 
-/// The agent's flags. The meaning includes the range, as in `--help`; the agent's own tests compare ranges with the parser.
+/// The agent's flags. The meaning includes the range, as in `--help`; the agent's own tests compare ranges with the
+/// parser.
 fn agent() -> Vec<Vec<String>> {
     let mut table = vec![row(["flag", "value", "default", "meaning"])];
     for arg in probe_agent::cli::Cli::command().get_arguments() {

@@ -36,14 +36,15 @@ class Capacity(NamedTuple):
 
 
 class Row:
-    """Fading sums for one level."""
+    """Fading sums for one level, which is a number of requests at the server."""
 
     __slots__ = ("time", "left", "met", "took")
 
     def __init__(self, time: float = 0.0, left: float = 0.0, met: float = 0.0, took: float = 0.0) -> None:
         #: Time spent at this level, and number of good responses that left at it.
         self.time, self.left = time, left
-        #: Number of good responses to requests that brought the level to this one on arrival, and the time they took.
+        #: Number of good responses to requests that raised the level to this one on arrival, and the time that those
+        #: took.
         self.met, self.took = met, took
 
 
@@ -124,7 +125,7 @@ class Levels:
         return self._fit
 
     def _fitted(self, weight: float, running: float, leaves: float) -> Capacity | None:
-        """Maximises the sum of the two likelihoods.
+        """Maximises the sum of the two likelihoods that capacity.rs describes.
 
         `weight` is the weight of the present. `running` and `leaves` are added to `time` and `left` of the current level.
         """

@@ -17,7 +17,7 @@ BUCKETS = 128
 SAMPLES = 8
 #: Multiple of the expected latency beyond which an overtaken request is very long.
 LONG = 10.0
-#: Number of requests that must have succeeded since it was first overtaken.
+#: Number of requests that must have succeeded since such a request was first overtaken.
 OVERTAKEN = 10
 
 

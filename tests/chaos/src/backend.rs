@@ -1,6 +1,6 @@
-//! A backend in a process of its own: answers every kind of request in the mix, and misbehaves as its parent orders in a
-//! line on standard input ([`Mode`]). It counts the requests that it broke on purpose, so that they are attributed to the
-//! fault.
+//! A backend in a process of its own: answers every kind of request in the mix, and misbehaves as its parent orders in
+//! a line on standard input ([`Mode`]). It counts the requests that it broke on purpose, so that they are attributed to
+//! the fault.
 //!
 //! It ends when its standard input is closed, and so with its parent.
 
@@ -141,7 +141,7 @@ impl InFlight {
 }
 
 impl Connection {
-    /// Whether the connection is to end and has not yet been asked to.
+    /// Whether the connection must end and has not been asked to end yet.
     fn ends(&self, mode: Mode) -> bool {
         matches!(mode, Mode::GoAway | Mode::HalfClose) && !self.last.load(Relaxed)
     }
@@ -383,8 +383,8 @@ async fn answer(mut request: Request<Incoming>, mode: Mode) -> Result<(Response<
     Ok((response, false))
 }
 
-/// The request's body as it arrives. Empty frames are dropped unless `empty_frames` adds one after each frame: the end of a
-/// request is an empty frame, which must not come before trailers.
+/// The request's body as it arrives. Drops empty frames, because the end of a request is an empty frame, which must not
+/// come before trailers. With `empty_frames`, adds one after each frame.
 struct Messages {
     from: Incoming,
     empty_frames: bool,

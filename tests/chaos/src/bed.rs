@@ -1,5 +1,6 @@
 //! The system under test: backends and agents as real processes, behind a real Envoy with the shipped configuration.
-//! Everything that ends a process records which requests it was working on ([`Harm`]). `faults` decides what happens when.
+//! Everything that ends a process records which requests it was working on ([`Harm`]). `faults` decides what happens
+//! when.
 
 mod backend;
 mod edge;
@@ -86,9 +87,10 @@ impl Bed {
         self.edge().open()
     }
 
-    /// The counters that do not balance although no request is in flight, polled until all balance or `limit` has passed.
-    /// Set `ejected` to also require that no replica is ejected, which only holds once all have their traffic back. The
-    /// filter's counters are compared with those `before`, unless it crashed: what a crashed VM had counted is lost.
+    /// The counters that do not balance although no request is in flight, polled until all balance or `limit` has
+    /// passed. Set `ejected` to also require that no replica is ejected. This holds only once all replicas have their
+    /// traffic back. The filter's counters are compared with those `before`, unless it crashed: what a crashed VM had
+    /// counted is lost.
     pub(crate) fn unbalanced(&self, limit: Duration, ejected: bool, before: Open) -> Result<Vec<String>> {
         let before = (!self.harm.of_proxy()).then_some(before);
         let start = Instant::now();

@@ -87,7 +87,7 @@ impl Drop for Tight {
     }
 }
 
-/// Why no such group can be made here, if so.
+/// Why no such group can be made here; `None` if one can.
 pub(crate) fn missing() -> Option<String> {
     let made = Controller::find().and_then(|controller| make(&controller));
     match made {

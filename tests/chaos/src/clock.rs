@@ -1,5 +1,6 @@
-//! Steps the wall clock of Envoy only. The kernel cannot change the wall clock of a single process (a time namespace only
-//! has the other clocks), so a library is loaded before libc and adds an offset, which it reads from a mapped file.
+//! Steps the wall clock of Envoy only. The kernel cannot change the wall clock of a single process (a time namespace
+//! only has the other clocks), so a library is loaded before libc and adds an offset, which it reads from a mapped
+//! file.
 
 use std::fs;
 use std::os::unix::fs::{FileExt as _, PermissionsExt as _};

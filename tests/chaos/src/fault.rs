@@ -24,8 +24,8 @@ pub(crate) struct Fault {
     pub(crate) missing: fn(&Bed) -> Option<String>,
 }
 
-/// What a fault affects. Faults that affect the same thing are not paired, because it would be unclear which of them caused
-/// a result.
+/// What a fault affects. Faults that affect the same thing are not paired, because it would be unclear which of them
+/// caused a result.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Scope {
     /// Some replicas; paired faults get different ones.

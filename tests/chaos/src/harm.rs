@@ -1,7 +1,7 @@
 //! Decides which errors are a fault's own: those of requests that a killed process was working on.
 //!
-//! A kill is the interval from the order until the process is gone. A failed request belongs to it if it was in flight in
-//! that interval, did not end long after, and was not answered by a replica that is alive.
+//! A kill is the interval from the order until the process is gone. A failed request belongs to it if it was in flight
+//! in that interval, did not end long after, and was not answered by a replica that is alive.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};

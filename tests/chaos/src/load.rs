@@ -1,5 +1,5 @@
-//! Open-loop load: requests at a steady rate, regardless of what happened to earlier ones. Each is recorded when it is sent
-//! and again when it has ended. This module decides what counts as an error; `run` decides whose error it is.
+//! Open-loop load: requests at a steady rate, regardless of what happened to earlier ones. Each is recorded when it is
+//! sent and again when it has ended. This module decides what counts as an error; `run` decides whose error it is.
 
 mod send;
 
@@ -60,7 +60,8 @@ impl Load {
             let mut due = Instant::now();
             while !stopped.load(Ordering::Relaxed) {
                 let now = Instant::now();
-                // After a stall of the machine, only a limited number of missed requests is made up for, to avoid a flood.
+                // After a stall of the machine, only a limited number of missed requests is made up for, to avoid a
+                // flood.
                 due = (due + Duration::from_secs(1) / rate).max(now.checked_sub(CATCH_UP).unwrap_or(now));
                 std::thread::sleep(due.saturating_duration_since(now));
                 send_one(&clients, Kind::of(rng.next_u32()), &recorded, &counted);

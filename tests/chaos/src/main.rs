@@ -1,11 +1,12 @@
-//! Faults under load: the shipped configuration, a real Envoy, eight agents with backends, 500 requests a second of every
-//! kind. Each fault has a goal; the exit status is nonzero if one is missed. `cargo xtask chaos` builds what is needed and
-//! runs this program.
+//! Faults under load: the shipped configuration, a real Envoy, eight agents with backends, 500 requests a second of
+//! every kind. Each fault has a goal; the exit status is nonzero if one is missed. `cargo xtask chaos` builds what is
+//! needed and runs this program.
 //!
 //! * `mix`, `load`: the users' requests, and which outcomes are errors.
 //! * `backend`, `bed`: the system under test.
 //! * `fault`, `faults`: the faults, as data.
-//! * `run`, `harm`, `verdict`, `report`: what a fault costs, which errors are its own, and whether the cost is too high.
+//! * `run`, `harm`, `verdict`, `report`: what a fault costs, which errors are its own, and whether the cost is too
+//!   high.
 
 mod backend;
 mod bed;

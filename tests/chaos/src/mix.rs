@@ -1,5 +1,5 @@
-//! The mix of requests: the kinds, how often each is sent, and the conventions that load and backend share. `load` sends
-//! requests, `backend` answers them.
+//! The mix of requests: the kinds, how often each is sent, and the conventions that load and backend share. `load`
+//! sends requests, `backend` answers them.
 
 use std::time::Duration;
 

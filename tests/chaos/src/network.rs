@@ -1,11 +1,12 @@
-//! A separate network namespace for everything: its ports are used by no other process, and its loopback may lose packets.
+//! A separate network namespace for everything: its ports are used by no other process, and its loopback may lose
+//! packets.
 
 use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result, ensure};
 
-/// Moves this process, and all processes that it starts, into a new network namespace. Call it before any other thread is
-/// started.
+/// Moves this process, and all processes that it starts, into a new network namespace. Call it before any other thread
+/// is started.
 pub(crate) fn enter() -> Result<()> {
     // SAFETY: unshare takes a plain integer and changes only this process, which still has one thread.
     let done = unsafe { libc::unshare(libc::CLONE_NEWNET) };

@@ -1,5 +1,5 @@
-//! One run: load, a quiet time, one fault or a pair, the wait for recovery, and counters at rest. This module measures the
-//! outcome; `verdict` judges it.
+//! One run: load, a quiet time, one fault or a pair, the wait for recovery, and counters at rest. This module measures
+//! the outcome; `verdict` judges it.
 
 use std::time::{Duration, Instant};
 
@@ -49,8 +49,8 @@ pub(crate) struct Outcome {
     pub(crate) broken: Option<String>,
 }
 
-/// Runs `faults` at the same time under `rate` requests a second. Afterwards it waits for the service to recover and, if
-/// `waits_for_traffic`, for each replica to have its traffic back.
+/// Runs `faults` at the same time under `rate` requests a second. Afterwards it waits for the service to recover and,
+/// if `waits_for_traffic`, for each replica to have its traffic back.
 pub(crate) fn run(
     bed: &Bed,
     faults: &[&Fault],
@@ -168,8 +168,8 @@ fn late(sample: &Sample, now: Instant) -> bool {
     sample.ended.unwrap_or(now).saturating_duration_since(sample.begun) > LATE
 }
 
-/// Time after `ended` from which everything was healthy and stayed so until `now`, for at least [`WINDOW`]; otherwise the
-/// problem.
+/// Time after `ended` from which everything was healthy and stayed so until `now`, for at least [`WINDOW`]; otherwise
+/// the problem.
 fn recovered(
     samples: &[Sample],
     ended: Instant,

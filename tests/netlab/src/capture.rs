@@ -41,7 +41,8 @@ impl Capture {
     /// Without CAP_NET_RAW.
     pub fn start(fabric: &Fabric, node: Node) -> Result<Self> {
         let socket = fabric.within(node, || {
-            // SOCK_DGRAM gives packets without the link header. All protocols, because only then are sent packets seen.
+            // SOCK_DGRAM gives packets without the link header. With one protocol instead of all, the socket would not
+            // see sent packets.
             let all = Protocol::from(i32::from(0x0003_u16.to_be()));
             let socket = Socket::new(Domain::PACKET, Type::DGRAM, Some(all)).map_err(|e| e.to_string())?;
             socket.set_read_timeout(Some(Duration::from_millis(50))).map_err(|e| e.to_string())?;

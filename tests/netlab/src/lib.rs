@@ -7,9 +7,9 @@
 //!            └── p4 ──┘
 //! ```
 //!
-//! Both routers spread flows by 4-tuple and flow label. A path can silently lose every packet ([`Fabric::black_hole`]) or
-//! mark every packet as congested ([`Fabric::congest`]); [`Fabric::path_bytes`] and [`Capture`] show which packets go
-//! where. Needs root. Dropping the fabric removes everything.
+//! Both routers spread flows by 4-tuple and flow label. A path can silently lose every packet ([`Fabric::black_hole`])
+//! or mark every packet as congested ([`Fabric::congest`]); [`Fabric::path_bytes`] and [`Capture`] show which packets
+//! go where. Needs root. Dropping the fabric removes everything.
 
 mod capture;
 mod traffic;
@@ -87,7 +87,7 @@ impl Fabric {
             add(format!("-n {r1} addr add fd00:10:{path}::1/64 dev p{path} nodad"));
             add(format!("-n {r2} addr add fd00:10:{path}::2/64 dev p{path} nodad"));
         }
-        // A batch of `ip` cannot change the namespace by line, so run one process per line.
+        // A batch of `ip` cannot change the namespace from line to line, so run one process per line.
         for line in batch.lines() {
             fabric.ip(line)?;
         }
@@ -116,8 +116,8 @@ impl Fabric {
         Ok(fabric)
     }
 
-    /// Waits until every path carries packets both ways: addresses and neighbours take a moment, and a SYN lost meanwhile
-    /// costs a second and changes its label.
+    /// Waits until every path carries packets both ways. Addresses and neighbour discovery take a moment. A SYN that is
+    /// lost meanwhile costs a second and changes its label.
     fn settle(&self) -> Result<()> {
         for (from, to, address) in [(Node::H1, Node::H2, H2), (Node::H2, Node::H1, H1)] {
             let text = |error: plb_netlink::Error| error.to_string();
@@ -283,7 +283,7 @@ pub fn imbalance(bytes: &[u64; PATHS]) -> f64 {
     if total == 0 { 0.0 } else { max as f64 * PATHS as f64 / total as f64 - 1.0 }
 }
 
-/// Why a fabric cannot be built here, if so. The attempt is made once per process.
+/// Why a fabric cannot be built here; `None` if it can. The attempt is made once per process.
 pub fn missing() -> Option<String> {
     static MISSING: OnceLock<Option<String>> = OnceLock::new();
     let tried =
@@ -291,8 +291,8 @@ pub fn missing() -> Option<String> {
     MISSING.get_or_init(tried).clone()
 }
 
-/// Whether a test that needs a fabric can run. If not, reports what is missing, in one line and in `PREQUAL_SKIP_LOG`;
-/// under `CI=true` that is a failure.
+/// Whether a test that needs a fabric can run. If not, reports what is missing in one line, which is also appended to
+/// the file `PREQUAL_SKIP_LOG`. Under `CI=true` that is a failure.
 ///
 /// # Panics
 /// Under `CI=true`.

@@ -32,7 +32,7 @@ impl Sink {
 impl Drop for Sink {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
-        // This wakes the acceptor only from inside its namespace; otherwise it ends with the process.
+        // This wakes the acceptor only from inside its namespace. Otherwise the acceptor ends with the process.
     }
 }
 
@@ -174,7 +174,7 @@ impl Drop for Flow {
 /// Polls until `holds` returns true; returns the time that it took.
 ///
 /// # Errors
-/// If it does not within `limit`.
+/// If `holds` does not return true within `limit`.
 pub fn eventually(what: &str, limit: Duration, mut holds: impl FnMut() -> bool) -> Result<Duration> {
     let started = Instant::now();
     while started.elapsed() < limit {

@@ -268,7 +268,7 @@ fn kubectl_accepts_the_documented_commands() -> Result<()> {
         maps.iter().map(|map| map["metadata"]["namespace"].as_str()).collect();
     assert_eq!(namespaces, [Some("demo"), Some("prequal")].into(), "Istio's and Kubernetes' page");
     for map in maps {
-        // With the name that the manifests mount; the tests of the mesh run them.
+        // This is the name that the manifests mount. The mesh's tests run those manifests.
         assert_eq!(map["metadata"]["name"], "prequal-filter");
         let content = map["binaryData"]["prequal_filter.wasm"].as_str().context("the module")?;
         use base64::Engine as _;

@@ -11,7 +11,7 @@ use crate::blocks;
 
 pub const PAGE: &str = "docs/guide/getting-started.md";
 
-/// The first of ten ports, of which the first four are free: `12340` for 12340 to 12349.
+/// A multiple of ten, such as 12340. This port and the next three are free.
 fn ten_ports() -> u16 {
     let free = |port: u16| TcpListener::bind(("127.0.0.1", port)).is_ok();
     loop {
@@ -29,7 +29,8 @@ fn the_getting_started_page_works_line_by_line() -> Result<()> {
     needs!(missing_program(&["awk", "bash", "curl", "python3"]));
     let blocks = blocks(Path::new(PAGE))?;
     let typed: String = blocks.iter().filter(|b| b.language == "sh").map(|b| b.text.as_str()).collect();
-    // Replacements: programs that are already built and fetched, ports that are free, files that are removed with the test.
+    // Replacements: programs that are already built and fetched, ports that are free, files that are removed with the
+    // test.
     let scratch = tempfile::TempDir::new()?;
     let (backends, agents, envoy) = (ten_ports(), ten_ports(), ten_ports());
     let mut script = typed;
@@ -58,7 +59,7 @@ fn the_getting_started_page_works_line_by_line() -> Result<()> {
     let counts = shown.lines().find_map(|line| line.strip_suffix(" after more than a second"));
     let (answers, slow) = counts.and_then(|counts| counts.split_once(" answers, ")).context("no counts")?;
     let (answers, slow): (usize, usize) = (answers.parse()?, slow.parse()?);
-    // Four clients, and trials after 1 and 3 s.
+    // One late answer for each of the four clients, and those of the trials after 1 and 3 s.
     assert!(answers >= 100 && (1..=8).contains(&slow), "{slow} of {answers} waited\n{shown}\n{errors}");
     assert!(shown.contains("cold") && shown.contains("ejected"), "{shown}");
     Ok(())

@@ -25,7 +25,8 @@ impl Mixed {
         self.with.addrs().into_iter().chain(self.without.iter().map(Backend::addr)).collect()
     }
 
-    /// Sends 400 requests, eight at a time, and returns how many of them each replica served, those with an agent first.
+    /// Sends 400 requests, eight at a time, and returns how many of them each replica served, those with an agent
+    /// first.
     fn burst(&self, envoy: &Envoy) -> Vec<usize> {
         self.with.clear();
         self.without.iter().for_each(Backend::clear);

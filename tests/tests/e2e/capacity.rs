@@ -15,7 +15,8 @@ const MS: fn(u64) -> Duration = Duration::from_millis;
 const HONEST: &str = ";base=5000;knee=8";
 const TRIES: u32 = 5;
 
-/// An idle replica that answers in 5 ms and reports that; `claim` makes the rest of the report from the report's number.
+/// An idle replica that answers in 5 ms and reports that; `claim` makes the rest of each report, given the report's
+/// number.
 fn claims(claim: impl Fn(u64) -> String + Send + Sync + 'static) -> Result<Backend> {
     let number = Arc::new(AtomicU64::new(0));
     let load = Arc::new(move |addr: SocketAddr| {
@@ -119,8 +120,8 @@ fn a_capacity_that_changes_with_every_report_harms_only_its_sender() -> Result<(
 fn a_replica_that_claims_to_answer_at_once_gets_more_and_the_others_share_the_rest_evenly() -> Result<()> {
     bed!();
     let mut fleet = honest(4)?;
-    // The claim is believed while few requests are in flight there. Beyond the knee, the cost of a request grows with the
-    // square of their number.
+    // The claim is believed while few requests are in flight there. Beyond the knee, the cost of a request grows with
+    // the square of their number.
     fleet.push(claims(|_| ";base=1;knee=1".into())?);
     let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs(&fleet))?)?;
     warm(&envoy, 5);

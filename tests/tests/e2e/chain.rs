@@ -1,5 +1,5 @@
-//! The shipped configuration without the wasm filter: the effect of a steering header that another filter writes, and of the
-//! filters and routes that keep clients out. The other files cover the wasm filter's behaviour.
+//! The shipped configuration without the wasm filter: the effect of a steering header that another filter writes, and
+//! of the filters and routes that keep clients out. The other files cover the wasm filter's behaviour.
 
 use anyhow::Result;
 use base64::Engine as _;

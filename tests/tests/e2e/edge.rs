@@ -1,5 +1,5 @@
-//! Abusive clients: slow headers and bodies, idle connections, responses that are never read. The tests reach each limit of
-//! the shipped listener, and check that well-behaved clients are not affected.
+//! Abusive clients: slow headers and bodies, idle connections, responses that are never read. The tests reach each
+//! limit of the shipped listener, and check that well-behaved clients are not affected.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};

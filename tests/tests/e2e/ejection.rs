@@ -22,7 +22,7 @@ fn without_retries(addrs: &[SocketAddr]) -> Result<EnvoyConfig> {
     }))
 }
 
-/// Asserts that no replica was ever ejected: the gauge alone also reads 0 in panic.
+/// Asserts that no replica was ever ejected. The gauge of ejected replicas would not suffice: in panic, it reads 0 too.
 #[track_caller]
 fn assert_not_ejected(envoy: &Envoy) {
     let now = envoy.prequal(SERVING).expect("stats");

@@ -34,8 +34,8 @@ fn after_the_death_of_an_agent_no_later_request_fails() -> Result<()> {
     Ok(())
 }
 
-/// An agent at its `--max-rif` refuses requests. Envoy sends them elsewhere, so no user notices. The filter counts them as
-/// failures of the replica, and may eject it for a while.
+/// An agent at its `--max-rif` refuses requests. Envoy sends them elsewhere, so no user notices. The filter counts them
+/// as failures of the replica, and may eject it for a while.
 #[test]
 fn requests_that_an_agent_sheds_are_served_elsewhere() -> Result<()> {
     bed!();

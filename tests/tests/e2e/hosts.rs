@@ -1,4 +1,5 @@
-//! Envoy's own view of its hosts takes precedence over the filter's choice: discovery, health, draining, priorities, weights.
+//! Envoy's own view of its hosts takes precedence over the filter's choice: discovery, health, draining, priorities,
+//! weights.
 
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
@@ -53,8 +54,8 @@ fn endpoints_come_and_go_through_eds() -> Result<()> {
     Ok(())
 }
 
-/// A new replica has served only one request at a time; the filter must find out that it can serve as many at once as the
-/// others.
+/// A new replica has served only one request at a time; the filter must find out that it can serve as many at once as
+/// the others.
 #[test]
 fn a_newcomer_among_replicas_that_serve_many_at_once_gets_its_share() -> Result<()> {
     bed!();
@@ -194,7 +195,8 @@ fn a_draining_host_is_not_used() -> Result<()> {
     Ok(())
 }
 
-/// Two fast replicas in the second priority and two slower ones in the first: by load alone, the second would be chosen.
+/// Two fast replicas in the second priority and two slower ones in the first: by load alone, the second would be
+/// chosen.
 fn near_and_far() -> Result<Fleet> {
     let ms = Duration::from_millis;
     Fleet::start([10, 10, 1, 1].map(|delay| Reply::ok().delay(ms(delay))))
@@ -272,8 +274,8 @@ fn a_failover_by_health_checks_of_only_the_serving_cluster_is_followed() -> Resu
         });
     }
     healthy(2);
-    // The probe cluster still finds the first priority. Envoy refuses it, steering pauses, and Envoy's own choices show the
-    // second.
+    // The probe cluster still finds the first priority. Envoy refuses it, steering pauses, and Envoy's own choices show
+    // the second.
     let start = Instant::now();
     while start.elapsed() < Duration::from_secs(3) {
         assert_all_ok(&envoy.client().burst(20, 4, |_| Request::get("/")));
@@ -326,9 +328,9 @@ fn two_localities_are_both_served() -> Result<()> {
     warm(&envoy, 4);
     fleet.clear();
     let before = envoy.prequal(SERVING)?;
-    // Equal replicas need not share evenly (docs/design/limits.md), but none is left out. On a busy machine, twelve callers
-    // are more than the filter may send to a fleet that it is still learning, so Envoy places some requests of the first
-    // rounds.
+    // Equal replicas need not share evenly (docs/design/limits.md), but none is left out. On a busy machine, twelve
+    // callers send more than the filter may steer while it still learns the replicas, so Envoy places some requests of
+    // the first rounds.
     let after = eventually("all four serve, named by the filter", Duration::from_secs(20), || {
         let begun = envoy.prequal(SERVING).ok()?;
         assert_all_ok(&envoy.client().burst(400, 12, |_| Request::get("/")));

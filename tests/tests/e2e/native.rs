@@ -1,5 +1,5 @@
-//! The native module (`docs/guide/native.md`) in a real Envoy: what the other themes show of the WebAssembly filter, and what
-//! only the native module does.
+//! The native module (`docs/guide/native.md`) in a real Envoy: what the other themes show of the WebAssembly filter,
+//! and what only the native module does.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -22,7 +22,7 @@ fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// The file for the native module is the other shipped file, apart from the parts that it says.
+/// The file for the native module equals the filter's, apart from the parts that belong to only one of them.
 #[test]
 fn the_native_file_differs_from_the_filters_only_in_its_parts() -> Result<()> {
     let remove = |object: &mut Value, key: &str| {
@@ -68,7 +68,8 @@ fn requests_go_where_capacity_is_and_every_count_adds_up() -> Result<()> {
     Ok(())
 }
 
-/// Without the prober there are no probes and no metrics, but the reports on responses suffice to balance, and the module says so.
+/// Without the prober there are no probes and no metrics, and the module logs that. The reports on responses suffice to
+/// balance.
 #[test]
 fn without_a_prober_responses_alone_report_load() -> Result<()> {
     bed!();
@@ -80,7 +81,7 @@ fn without_a_prober_responses_alone_report_load() -> Result<()> {
     eventually("the slow replica is left alone", Duration::from_secs(10), || {
         fleet.clear();
         assert_all_ok(&envoy.client().burst(400, 4, |_| Request::get("/")));
-        // Requests in flight alone, the fallback, send it one in 16 or more: two draws of four.
+        // The fallback, which compares requests in flight alone, sends it at least one in 16: two draws of four.
         (fleet.served()[3] <= 4).then_some(())
     });
     assert_eq!(envoy.prequal(SERVING)?.probes("sent"), 0);
@@ -88,7 +89,7 @@ fn without_a_prober_responses_alone_report_load() -> Result<()> {
     Ok(())
 }
 
-/// Envoy ends a call that it refuses before it returns the call's number.
+/// If Envoy refuses a call, it reports the call's end before it returns the call's number.
 #[test]
 fn probes_that_envoy_refuses_at_once_are_counted_and_cost_nothing() -> Result<()> {
     bed!();
@@ -112,7 +113,7 @@ fn probes_that_envoy_refuses_at_once_are_counted_and_cost_nothing() -> Result<()
     Ok(())
 }
 
-/// Each attempt is chosen for itself, and its failure counts.
+/// The module chooses a host for each attempt, and counts the failure of each attempt.
 #[test]
 fn a_dead_agent_costs_retries_and_no_request() -> Result<()> {
     bed!();
@@ -297,7 +298,7 @@ fn a_panic_does_not_end_envoy() -> Result<()> {
 fn the_module_needs_only_glibc() -> Result<()> {
     bed!();
     let folder = TempDir::new()?;
-    // A module that does need it, to show that it is not there.
+    // A module that does need `libgcc_s`, to show that the library is not there.
     let needy = folder.path().join("libneedy.so");
     let flags = ["-shared", "-xc", "/dev/null", "-Wl,--no-as-needed", "-l:libgcc_s.so.1", "-o"];
     ensure!(Command::new("cc").args(flags).arg(&needy).status()?.success(), "cc built no module");

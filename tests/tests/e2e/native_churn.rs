@@ -15,7 +15,7 @@ use crate::support::{SERVING, assert_all_ok, bed, warm};
 const BOTH: [&str; 2] = [SERVING, "replicas-agent"];
 const HOSTS: usize = 6;
 const CHANGES: usize = 60;
-/// One change in this many is followed by a check that no other host is served.
+/// After each change whose number is a multiple of this, the test checks that no other host gets requests.
 const CHECKED: usize = 10;
 /// Number of requests of one such check.
 const SERVED: u64 = 20;
@@ -64,7 +64,7 @@ fn change(envoy: &mut Envoy, fleet: &Fleet, number: usize) -> Result<()> {
     Ok(())
 }
 
-/// Size of Envoy's heap, bytes. The statistic of this is up to five seconds old.
+/// Size of Envoy's heap, bytes. Envoy's statistic is up to five seconds old.
 fn heap(envoy: &Envoy) -> Result<u64> {
     let memory: Value = serde_json::from_str(&envoy.admin_get("/memory")?)?;
     Ok(memory["allocated"].as_str().context("a number")?.parse()?)

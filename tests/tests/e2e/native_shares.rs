@@ -1,5 +1,5 @@
-//! The native module beside Envoy's built-in round robin: the same hosts, health, priorities, weights and localities, and so
-//! the same share of the requests for each host (`docs/guide/native.md`).
+//! The native module beside Envoy's built-in round robin: the same hosts, health, priorities, weights and localities,
+//! and so the same share of the requests for each host (`docs/guide/native.md`).
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -15,8 +15,8 @@ const PROBING: &str = "replicas-agent";
 const HOSTS: usize = 7;
 /// Number of requests that a comparison sends through each Envoy.
 const REQUESTS: usize = 1500;
-/// Maximum difference of a host's shares, per cent of all requests: four standard deviations of the difference for a share
-/// of a half.
+/// Maximum difference between a host's two shares, per cent of all requests: four standard deviations of that
+/// difference for a host with half of the requests.
 const TOLERANCE: f64 = 7.5;
 
 const HEALTHY: &str = "HEALTHY";

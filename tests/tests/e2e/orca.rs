@@ -1,5 +1,5 @@
-//! Envoy's own `client_side_weighted_round_robin` with the reports of agents or of the inbound role, without the filter and
-//! without probes.
+//! Envoy's own `client_side_weighted_round_robin` with the reports of agents or of the inbound role, without the filter
+//! and without probes.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -157,7 +157,7 @@ fn the_inbound_role_reports_what_all_its_workers_serve() -> Result<()> {
     let path = |number: usize| if number.is_multiple_of(3) { "/fails" } else { "/" };
     let answers = envoy.client().burst(300, 8, move |number| Request::get(path(number)));
     assert!(answers.iter().all(Result::is_ok), "an answer to each");
-    // Requests that clients abort have ended too.
+    // Requests that clients abort count as ended, too.
     for _ in 0..10 {
         let before = backend.seen().len();
         let arrived = || backend.seen().len() > before;

@@ -57,8 +57,8 @@ fn no_reply_is_lost_when_requests_are_shorter_than_probes() -> Result<()> {
     Ok(())
 }
 
-/// Behaviours of bad probe endpoints, each with the prefix of the result under which its probes are counted. `SELF` in a
-/// header is replaced by the endpoint's own address.
+/// Behaviours of bad probe endpoints, each with the prefix of the result under which its probes are counted. `SELF` in
+/// a header is replaced by the endpoint's own address.
 fn bad_endpoints() -> Vec<(&'static str, Reply, &'static str)> {
     let garbage = |value: &str| Reply::ok().header("x-prequal-load", value);
     let endless =
@@ -103,8 +103,8 @@ fn a_bad_probe_endpoint_costs_no_request() -> Result<()> {
         assert_all_ok(&envoy.client().burst(40, 2, |_| Request::get("/")));
         let rest = assert_probes_balance(&envoy);
         assert!(rest.probes("sent") >= 20, "{case}: {rest:#?}");
-        // If all agents agree on an invented endpoint and Envoy does not verify who answered, any agent that is probed for
-        // it confirms it; it stays a candidate.
+        // If all agents agree on an invented endpoint and Envoy does not verify who answered, any agent that is probed
+        // under that name confirms it. The endpoint stays a candidate.
         let hearsay = case == "another replica" && !is_verified;
         assert!(rest.probes("used") == 0 || hearsay, "{case}: {rest:#?}");
         let counted: u64 =
@@ -331,7 +331,8 @@ fn one_invention(is_verified: bool) -> Result<()> {
     let before = envoy.prequal(SERVING)?;
     assert_all_ok(&envoy.client().burst(600, 4, |_| Request::get("/")));
     let rest = assert_probes_balance(&envoy);
-    // A choice of the invented endpoint ends as Envoy's own choice; only a few may.
+    // If the filter chooses the invented endpoint, Envoy's own policy places the request. Only a few such choices are
+    // allowed.
     let diverted = rest.other("prequal_diverted_total") - before.other("prequal_diverted_total");
     assert!(diverted <= 30, "{diverted} of 600: {rest:#?}");
     assert!(rest.steered() - before.steered() >= 500, "{rest:#?}");

@@ -93,8 +93,8 @@ fn refused(agent: &Agent) -> Result<f64> {
     agent.metrics()?.get(name).copied().context("no such metric")
 }
 
-/// Ends one backend after the other, and brings each back once requests have reached its agent without it. `PREQUAL_ROUNDS`
-/// (default 1) sets the number of rounds.
+/// Ends one backend after the other, and brings each back once requests have reached its agent without it.
+/// `PREQUAL_ROUNDS` (default 1) sets the number of rounds.
 fn end_each(pods: &mut Pods, end: fn(&mut Killable) -> Result<()>) -> Result<()> {
     let rounds = std::env::var("PREQUAL_ROUNDS").map_or(Ok(1), |rounds| rounds.parse())?;
     for _ in 0..rounds {
@@ -129,7 +129,8 @@ fn a_dead_backend_fails_only_requests_in_flight_there() -> Result<()> {
     // Requests are retried even if their body is still arriving, or exceeds Envoy's buffers.
     let load = Load::start(envoy.client(), 100, Request::post("/", vec![b'x'; 100_000]));
     end_each(&mut pods, kill)?;
-    // A backend that is stopped finishes its requests, but a new request may arrive on an idle connection as that closes.
+    // A backend that is stopped finishes its requests, but a new request may arrive on an idle connection as that
+    // closes.
     end_each(&mut pods, stop)?;
     let failures = load.failures();
     let working = |failure: &&String| failure.contains("backend closed the connection before a response");
@@ -176,8 +177,8 @@ fn neither_client_nor_backend_can_force_a_retry() -> Result<()> {
 }
 
 /// Replaces each agent in turn, as a rollout does, by one with `options`, while clients continue over both protocols;
-/// returns the failures. `discover` gets the new addresses half a second after SIGTERM, while the agent still serves, and
-/// again once the new agent is there.
+/// returns the failures. `discover` gets the new addresses half a second after SIGTERM, while the agent still serves,
+/// and again once the new agent is there.
 fn roll_out(
     pods: &mut VecDeque<(Agent, Backend)>,
     clients: [Client; 2],
@@ -241,8 +242,8 @@ fn agents_that_shut_down_lose_no_request() -> Result<()> {
     Ok(())
 }
 
-/// Envoy is not notified that the agent shuts down: it continues to use its existing connections, and these end with their
-/// next response.
+/// Envoy is not notified that the agent shuts down: it continues to use its existing connections, and these end with
+/// their next response.
 #[test]
 fn agents_that_shut_down_without_notice_lose_no_request() -> Result<()> {
     bed!();

@@ -49,8 +49,8 @@ fn every_rule_avoids_a_slow_replica() -> Result<()> {
         warm(&envoy, 4);
         fleet.clear();
         let (before, mut sent) = (envoy.prequal(SERVING)?, 0);
-        // Latency alone causes herding: the replica that is slightly faster gets everything. With the other rules, equal
-        // replicas need not share evenly (docs/design/limits.md), but none is left out.
+        // Latency alone causes herding: the replica that is slightly faster gets everything. With the other rules,
+        // equal replicas need not share evenly (docs/design/limits.md), but none is left out.
         let herds = settings["rule"] == "latency_only";
         eventually(&format!("{settings}: all fast replicas serve"), Duration::from_secs(20), || {
             assert_all_ok(&envoy.client().burst(600, 6, |_| Request::get("/")));
@@ -60,8 +60,8 @@ fn every_rule_avoids_a_slow_replica() -> Result<()> {
         let (after, served) = (envoy.prequal(SERVING)?, fleet.served());
         let chosen: u64 = branches.iter().map(|branch| after.picks(branch) - before.picks(branch)).sum();
         assert!(chosen >= sent * 3 / 4, "{settings}: {chosen} of {sent} by the rule: {after:#?}");
-        // A fair share is a quarter. RIF alone cannot distinguish slow from busy, and gives the slow replica as much as it
-        // can serve.
+        // A fair share is a quarter. RIF alone cannot distinguish slow from busy, and gives the slow replica as much as
+        // it can serve.
         assert!(served[3] <= sent / 8, "{settings}: {served:?}");
         assert_eq!(after.probes("sent") == 0, probe_free, "{settings}: {after:#?}");
         fleet.assert_idle();
@@ -230,8 +230,8 @@ fn a_retry_goes_to_another_replica_and_with_override_host_to_the_runner_up() -> 
         ("override_host", "async"),
         ("override_host", "sync"),
     ] {
-        // The replica with the best reports fails everything. The second is far better than the others, whose replies to
-        // probes arrive last: a request that waits for three of four replies has the second's.
+        // The replica with the best reports fails everything. The second is far better than the others, whose replies
+        // to probes arrive last: a request that waits for three of four replies has that of the second.
         let mut fleet = vec![
             stand_in(load(0, 1000), |_| Reply::ok().body(Body::Reset))?,
             stand_in(load(0, 5000), load(0, 5000))?,
@@ -286,7 +286,7 @@ fn a_replica_that_reports_a_low_age_gets_fewer_requests() -> Result<()> {
     let mut fleet = stand_ins(3, load, move |addr| load(addr).delay(MS(2)))?;
     let new = |addr| with_load(report(1, 2000, addr) + ";up=0");
     fleet.push(stand_in(new, move |addr| new(addr).delay(MS(2)))?);
-    // Of 400 requests; a fair share is 100.
+    // Requests at the new replica, of 400; a fair share is 100.
     let share_of_the_new = |slow_start_ms: u32| -> Result<_> {
         let envoy = Envoy::start(with(&addrs(&fleet), &json!({"slow_start_ms": slow_start_ms}))?)?;
         warm(&envoy, 4);
@@ -359,7 +359,8 @@ fn every_profile_steers() -> Result<()> {
         let (after, served) = (envoy.prequal(SERVING)?, fleet.served());
         let of_sync = after.picks("sync") - before.picks("sync");
         assert!(if mode == "sync" { of_sync >= 300 } else { of_sync == 0 }, "{profile}: {after:#?}");
-        // A fair share is 100. The paper's rule has no trials of slow replicas, but follows θ at RIFs of one or two.
+        // A fair share is 100. The paper's rule sends slow replicas no trials, but at RIFs of one or two it follows θ,
+        // the limit between cold and hot.
         assert!(served[3] <= 60, "{profile}: {served:?}");
     }
     Ok(())

@@ -23,8 +23,8 @@ pub fn set(config: EnvoyConfig, key: &str, value: impl Into<Value>) -> EnvoyConf
     config.filter_settings(|settings| settings["clusters"][0][key] = value)
 }
 
-/// Whether Envoy verifies who answered a probe, as in the shipped configuration, or the filter relies on the replicas' own
-/// reports.
+/// Whether Envoy verifies who answered a probe, as in the shipped configuration, or the filter relies on the replicas'
+/// own reports.
 pub const VERIFIED_OR_NOT: [bool; 2] = [true, false];
 
 /// Sets `verified_probes`.
@@ -81,8 +81,8 @@ pub fn warm_cluster(envoy: &Envoy, cluster: &str, path: &str, members: u64) -> P
     }
 }
 
-/// Waits until every probe is accounted for, and asserts that the sum is exact. Requires that no requests are running and
-/// that idle probing is off.
+/// Waits until every probe is accounted for, and asserts that the sum is exact. Requires that no requests are running
+/// and that idle probing is off.
 #[track_caller]
 pub fn assert_probes_balance(envoy: &Envoy) -> Prequal {
     let mut last = Prequal::default();

@@ -1,5 +1,5 @@
-//! Mixed versions: other agents, a module whose blobs have another version (the crash module), hot restart and roll-back.
-//! `docs/guide/upgrade.md` describes the consequences.
+//! Mixed versions: other agents, a module whose blobs have another version (the crash module), hot restart and
+//! roll-back. `docs/guide/upgrade.md` describes the consequences.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

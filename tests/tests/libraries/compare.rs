@@ -1,8 +1,8 @@
 //! Compares a library's reports on a trace with the core's: the text of the headers.
 //!
 //! Values that result from integer arithmetic alone must be equal: RIF, latency, knee, age, the form of the text.
-//! Logarithms and exponentials may differ in the last digit between languages, so values rounded from them may differ by
-//! one: base latency, failures, ORCA's means.
+//! Logarithms and exponentials may differ in the last digit between languages, so values rounded from them may differ
+//! by one: base latency, failures, ORCA's means.
 
 use std::sync::LazyLock;
 
@@ -53,7 +53,7 @@ pub(crate) fn traces(subject: &Subject) -> Result<()> {
 }
 
 fn agree(actual: &str, expected: &str) -> bool {
-    // Fractions of zero are not written, so ignore the number of digits and points.
+    // A fraction of zero is not written, so leave out digits and points.
     let form = |text: &str| text.replace(|c: char| c.is_ascii_digit() || c == '.', "");
     let fields = |text: &str| text.split([';', ',', '\t', '{', '}']).map(str::to_owned).collect::<Vec<_>>();
     let (actual_fields, expected_fields) = (fields(actual), fields(expected));

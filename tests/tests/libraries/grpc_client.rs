@@ -17,7 +17,8 @@ use probe_agent::orca::OrcaFormat;
 
 use crate::tools::{go_program, missing_go};
 
-/// Maximum number of calls, out of 100, that the server with the higher utilisation may get; an equal share would be 50.
+/// Maximum number of calls, out of 100, that the server with the higher utilisation may get; an equal share would be
+/// 50.
 const SPARED: u64 = 25;
 
 /// Ends the program when the test ends.
@@ -30,7 +31,7 @@ impl Drop for Running {
     }
 }
 
-/// An agent in front of `server`, which answers streams of load reports, with the settings that `change` makes.
+/// An agent in front of `server`, with the settings that `change` makes. The agent answers streams of load reports.
 fn agent(server: &str, change: impl Fn(&mut AgentConfig)) -> Result<(SocketAddr, tokio::task::AbortHandle)> {
     let upstream: SocketAddr = server.parse()?;
     let mut config = AgentConfig::new(SocketAddr::from(([127, 0, 0, 1], 0)), upstream.into());
@@ -52,8 +53,8 @@ struct Round {
     slow: u64,
 }
 
-/// Runs the client with `args` on agents of both servers, round by round, until it ends. `enough` returns whether the client
-/// should continue with its next mode.
+/// Runs the client with `args` on agents of both servers, round by round, until it ends. `enough` returns whether the
+/// client should continue with its next mode.
 fn rounds(
     args: &[&str],
     change: impl Fn(&mut AgentConfig),
@@ -121,8 +122,8 @@ fn is_spared(args: &[&str], change: impl Fn(&mut AgentConfig), calls: impl Fn(Ro
 
 #[test]
 fn grpc_for_go_follows_a_servers_own_reports() -> Result<()> {
-    // The fast server reports a high utilisation in the trailers of its calls, and the slow one a low one. By the agents' own
-    // measurements it would be the other way round.
+    // The fast server reports a high utilisation in the trailers of its calls, and the slow one a low one. By the
+    // agents' own measurements it would be the other way round.
     let reads = |config: &mut AgentConfig| config.orca_from_backend = Some(FromBackend(Metric::Utilization));
     is_spared(&["reporting"], reads, |round| round.fast)
 }
@@ -148,8 +149,8 @@ fn grpc_for_go_reads_the_agents_reports_in_trailers() -> Result<()> {
 #[test]
 fn grpc_servers_for_go_with_few_streams_and_short_connections_lose_no_call() -> Result<()> {
     needs!(missing_go());
-    // Each server gets about 50 calls at once, allows ten streams per connection, and sends a GOAWAY on each connection every
-    // 0.2 s. `rounds` fails if a call fails.
+    // Each server gets about 50 calls at once, allows ten streams per connection, and sends a GOAWAY on each connection
+    // every 0.2 s. `rounds` fails if a call fails.
     let mut done = 0;
     rounds(
         &["limits"],

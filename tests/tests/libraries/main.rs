@@ -1,6 +1,6 @@
 //! Tests software in other languages together with this project's: a real gRPC client beside agents, servers as their
-//! backends, and the libraries for servers, which all pass one conformance program. `docs/guide/libraries.md` describes its
-//! requirements.
+//! backends, and the libraries for servers, which all pass one conformance program. `docs/guide/libraries.md` describes
+//! its requirements.
 //!
 //! These tests need Go, Python, nginx, Node, a JVM and h2load.
 

@@ -1,4 +1,5 @@
-//! Servers in other languages as backends of the agent: under load from another client, and while they restart gracefully.
+//! Servers in other languages as backends of the agent: under load from another client, and while they restart
+//! gracefully.
 
 mod program;
 
@@ -89,12 +90,12 @@ async fn work(kind: Kind, client: Client, stop: Arc<AtomicBool>) -> Vec<String> 
 
 const RESTARTS: usize = 3;
 const WORKERS: usize = 8;
-/// Over HTTP/1.1, a server may close an idle connection just as a request arrives on it. The agent cannot know whether the
-/// request was processed.
+/// Over HTTP/1.1, a server may close an idle connection just as a request arrives on it. The agent cannot know whether
+/// the request was processed.
 const RACE: &str = "502 Bad Gateway probe-agent: backend closed the connection before a response";
 
 impl Kind {
-    /// Maximum number of requests that a restart may cost, because connections close as they arrive.
+    /// Maximum number of requests that a restart may cost, because connections close as the requests arrive.
     fn most_raced(self) -> usize {
         match self {
             Self::NginxHttp2 | Self::NginxFewRequests | Self::NodeHttp2 | Self::GoGrpc => 0,

@@ -1,5 +1,5 @@
-//! Programs that the tests need: whether they are installed, and what Go and Python build in Cargo's folder. The first build
-//! downloads dependencies.
+//! Programs that the tests need: whether they are installed, and what Go and Python build in Cargo's folder. The first
+//! build downloads dependencies.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -7,17 +7,17 @@ use std::process::Command;
 use anyhow::{Result, ensure};
 use prequal_testbed::{target_dir, workspace_root};
 
-/// Says that `program`, which is in Debian's `package`, is missing or does not run with the arguments `ask`, if so.
+/// A message if `program`, which is in Debian's `package`, is missing or does not run with the arguments `ask`.
 pub(crate) fn missing(program: &str, ask: &[&str], package: &str) -> Option<String> {
     (!succeeds(program, ask)).then(|| format!("no `{program}`: install it (Debian: {package})"))
 }
 
-/// Says that Go is missing, if so.
+/// A message if Go is missing.
 pub(crate) fn missing_go() -> Option<String> {
     (!succeeds("go", &["version"])).then(|| "no `go`: install Go 1.25 or later".to_owned())
 }
 
-/// Says that Python is missing or too old, if so.
+/// A message if Python is missing or too old.
 pub(crate) fn missing_python() -> Option<String> {
     let check = "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))";
     (!succeeds("python3", &["-c", check]))

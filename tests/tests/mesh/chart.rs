@@ -1,5 +1,5 @@
-//! The chart `charts/prequal`: Helm's output equals Kustomize's output for `envoy-configs/kubernetes/`, its Envoy passes
-//! the same test, and the agent is injected into a user's chart as documented. `values.rs` tests its values.
+//! The chart `charts/prequal`: Helm's output equals Kustomize's output for `envoy-configs/kubernetes/`, its Envoy
+//! passes the same test, and the agent is injected into a user's chart as documented. `values.rs` tests its values.
 //!
 //! Not tested here: installing it in a cluster.
 
@@ -16,8 +16,8 @@ use crate::helm::{Helm, NEEDED, agent, arguments, chart, filter_settings, text};
 use crate::kubernetes::{FOLDERS, kustomize};
 use crate::schemas::{check, differences};
 
-/// An object by kind and name, without what Helm adds: the release name as a prefix, labels, and a checksum where Kustomize
-/// adds a hash to the ConfigMap's name.
+/// An object by kind and name, without what Helm adds: the release name as a prefix, labels, and a checksum where
+/// Kustomize adds a hash to the ConfigMap's name.
 fn canonical(object: &Value) -> (String, Value) {
     let mut object = object.clone();
     let short = |name: &str| {

@@ -63,8 +63,8 @@ fn bootstrap(translated: &Value) -> Result<Option<Value>> {
     text.as_str().map(|text| Ok(manifests::parse(text)?.remove(0))).transpose()
 }
 
-/// Starts an Envoy with the configuration that Envoy Gateway would send, in front of `replicas`. `module` is the path of the
-/// module if the variant has the filter, otherwise `None`.
+/// Starts an Envoy with the configuration that Envoy Gateway would send, in front of `replicas`. `module` is the path
+/// of the module if the variant has the filter, otherwise `None`.
 fn start(variant: &str, replicas: &[SocketAddr], module: Option<&Path>) -> Result<Envoy> {
     let translated = translated(variant)?;
     let mut listener = by_name(resources(&translated, "Listener"), "name", LISTENER);
@@ -111,7 +111,8 @@ fn pods() -> Result<Pods> {
     Pods::behind(&AgentOptions::default())
 }
 
-/// Sends `count` requests made by `make`, one after the other; all must be answered with 200 and without Prequal's headers.
+/// Sends `count` requests made by `make`, one after the other; all must be answered with 200 and without Prequal's
+/// headers.
 #[track_caller]
 fn ask(envoy: &Envoy, count: usize, make: impl Fn() -> Request) {
     let client = envoy.client();
@@ -154,7 +155,7 @@ fn the_committed_translation_is_of_the_shipped_files() -> Result<()> {
 #[test]
 fn envoy_gateway_still_translates_as_committed() -> Result<()> {
     let program = target_dir().join("bin/envoy-gateway-translate");
-    // Not a need that CI must meet: the translator takes minutes to build.
+    // Not `needs!`, because CI may skip this: the translator takes minutes to build.
     if let Some(missing) = missing_file(std::slice::from_ref(&program), "cargo xtask gateway") {
         eprintln!("not compared: {missing}");
         return Ok(());
@@ -169,8 +170,8 @@ fn envoy_gateway_accepts_every_object() -> Result<()> {
         let translated = translated(variant)?;
         for object in way.objects()? {
             let (kind, name) = (object["kind"].as_str().context("a kind")?, &object["metadata"]["name"]);
-            // Envoy Gateway reports no conditions for these. The class's parameters and the filter of a route are visible
-            // in the translation.
+            // Envoy Gateway reports no conditions for these. The class's parameters and the filter of a route are
+            // visible in the translation.
             if matches!(kind, "GatewayClass" | "EnvoyProxy" | "HTTPRouteFilter") {
                 continue;
             }
@@ -191,8 +192,8 @@ fn envoy_gateway_accepts_every_object() -> Result<()> {
     Ok(())
 }
 
-/// The strip comes first, then the module, then the filter that carries out its choice. No route lets a client reach the
-/// probe cluster.
+/// The strip comes first, then the module, then the filter that carries out its choice. No route lets a client reach
+/// the probe cluster.
 #[test]
 fn filters_come_in_the_order_that_steering_needs() -> Result<()> {
     let translated = translated("shipped")?;
@@ -312,7 +313,7 @@ fn assert_clients_cannot_reach_agents(mut envoy: Envoy, pods: &Pods) -> Result<(
 fn the_patches_verify_probes_and_retry_what_was_not_sent() -> Result<()> {
     bed!();
     let (envoy, mut pods) = assert_steers("patched", Some(&wasm_module()))?;
-    // The replica with the most requests will be chosen again.
+    // Stop the replica with the most requests, because it will be chosen again.
     let served = pods.served();
     pods.stop_app((0..served.len()).max_by_key(|index| served[*index]).context("a replica")?);
     eventually("the dead replica is chosen", Duration::from_secs(20), || {

@@ -11,7 +11,8 @@ use prequal_testbed::{
 };
 use serde_json::{Value, json};
 
-/// Runs the configuration `root` in front of pods that `name` resolves to, whose agents get the extra arguments `agent`.
+/// Runs the configuration `root` in front of pods that `name` resolves to, whose agents get the extra arguments
+/// `agent`.
 pub fn assert_followed(mut root: Value, name: &str, agent: &[String]) -> Result<()> {
     let (port, pods) = pods(4, agent)?;
     let ips: Vec<Ipv4Addr> = (1..=4).map(|pod| Ipv4Addr::new(127, 0, 10, pod)).collect();
@@ -104,7 +105,8 @@ impl Names {
     }
 }
 
-/// RFC 1035: repeats the question and adds an A record for each pod. Questions for other names and types get no answers.
+/// RFC 1035: repeats the question and adds an A record for each pod. Questions for other names and types get no
+/// answers.
 fn answer(query: &[u8], name: &[u8], pods: &[Ipv4Addr]) -> Option<Vec<u8>> {
     let end = 12 + query.get(12..)?.iter().position(|byte| *byte == 0)? + 5;
     let question = query.get(12..end)?;

@@ -46,8 +46,8 @@ impl Pods {
         Ok(Self { apps, serving, probing, _agents: agents, _sidecars: Vec::new() })
     }
 
-    /// Behind sidecars in the inbound role, as in server-inbound.yaml: one port of the pod for both ports of the Service,
-    /// with Istio's mTLS.
+    /// Behind sidecars in the inbound role, as in server-inbound.yaml: one port of the pod for both ports of the
+    /// Service, with Istio's mTLS.
     fn behind_sidecars(mesh: &Mesh) -> Result<Self> {
         let apps = Self::apps()?;
         let files = documents("istio/server-inbound.yaml")?;
@@ -137,8 +137,8 @@ pub fn warm(envoy: &Running) {
     });
 }
 
-/// Asserts that twenty requests all go to the replicas that the filter chose, although their client asks for another, and
-/// that none of Prequal's headers is visible outside.
+/// Asserts that twenty requests all go to the replicas that the filter chose, although their client asks for another,
+/// and that none of Prequal's headers is visible outside.
 #[track_caller]
 fn assert_steers(envoy: &Running, pods: &Pods) {
     warm(envoy);
@@ -208,7 +208,7 @@ fn a_sidecar_steers_with_the_traffic_extension() -> Result<()> {
     })
 }
 
-/// The two kinds differ only in the position of their fields.
+/// TrafficExtension and WasmPlugin differ only in the position of their fields.
 #[test]
 fn traffic_extensions_and_wasm_plugins_agree() -> Result<()> {
     for file in ["client-sidecar", "client-gateway", "server-inbound"] {
@@ -400,7 +400,8 @@ fn the_pieces_are_those_of_the_static_configuration() -> Result<()> {
     Ok(())
 }
 
-/// Istio sets up failover between localities for a port only with outlier detection, and placement is learned from probes.
+/// Istio sets up failover between localities for a port only with outlier detection, and placement is learned from
+/// probes.
 #[test]
 fn both_ports_of_the_service_fail_over_alike() -> Result<()> {
     for file in ["istio/server-agent.yaml", "istio/server-inbound.yaml"] {

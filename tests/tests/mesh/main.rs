@@ -1,5 +1,5 @@
-//! The files that users copy for Istio, Envoy Gateway and Kubernetes: checked against the published schemas, combined as
-//! the control plane would do it, and run on a real Envoy.
+//! The files that users copy for Istio, Envoy Gateway and Kubernetes: checked against the published schemas, combined
+//! as the control plane would do it, and run on a real Envoy.
 //!
 //! All tests are in one program, so that it is linked only once, with one module for each theme.
 

@@ -1,14 +1,15 @@
-//! Applies EnvoyFilters, WasmPlugins and TrafficExtensions as Istio does, but only the features that the shipped ones use.
-//! Anything else panics, so that no file passes by being ignored.
+//! Applies EnvoyFilters, WasmPlugins and TrafficExtensions as Istio does, but only the features that the shipped ones
+//! use. Anything else panics, so that no file passes by being ignored.
 //!
 //! The rules, as in Istio 1.29 (`pilot/pkg/networking/core/envoyfilter`, `pkg/proto/merge`):
 //!
 //! * EnvoyFilters apply in the order of `priority`, then of creation, which here is the order of the list.
 //! * For HTTP filters all insertions come first, then all merges.
-//! * A merge appends to lists, recurses into messages, and replaces everything else. Entries of a protobuf map are replaced
-//!   as a whole; in a cluster these are the entries of `typed_extension_protocol_options`.
-//! * WasmPlugins are in the chain before any EnvoyFilter, in front of Istio's own filters. From 1.30 on TrafficExtensions
-//!   are there in the same way, and a WasmPlugin is turned into one (`pilot/pkg/model/extensions.go`).
+//! * A merge appends to lists, recurses into messages, and replaces everything else. Entries of a protobuf map are
+//!   replaced as a whole; in a cluster these are the entries of `typed_extension_protocol_options`.
+//! * WasmPlugins are in the chain before any EnvoyFilter, in front of Istio's own filters. From 1.30 on
+//!   TrafficExtensions are there in the same way, and a WasmPlugin is turned into one
+//!   (`pilot/pkg/model/extensions.go`).
 
 use serde_json::{Value, json};
 
@@ -16,8 +17,8 @@ use crate::proxy::{Listener, Proxy};
 
 const MANAGER: &str = "envoy.filters.network.http_connection_manager";
 
-/// Applies every EnvoyFilter, WasmPlugin and TrafficExtension among `documents` that selects `proxy`; other kinds do not
-/// affect Envoy.
+/// Applies every EnvoyFilter, WasmPlugin and TrafficExtension among `documents` that selects `proxy`; other kinds do
+/// not affect Envoy.
 pub fn apply(proxy: &mut Proxy, documents: &[Value]) {
     for document in documents {
         let wasm = match document["kind"].as_str() {

@@ -1,5 +1,5 @@
-//! `envoy-configs/plb/`: the DaemonSet matches the schema and has the rights of `plb.service`. That these rights are
-//! sufficient, and none is superfluous, is tested where they are used (crates/plb-netlink/tests/host/rights.rs).
+//! `envoy-configs/plb/`: the DaemonSet matches the schema and has the rights of `plb.service`.
+//! crates/plb-netlink/tests/host/rights.rs tests that these rights are sufficient and that none is superfluous.
 
 use anyhow::{Context as _, Result};
 use prequal_testbed::manifests::{documents, find};
@@ -14,8 +14,8 @@ fn the_daemonset_matches_the_schema_and_has_the_rights_of_the_unit() -> Result<(
     for object in &objects {
         check(object)?;
     }
-    // A cluster that does not validate would silently drop a misspelt field. Without this one the daemon cannot read the
-    // pins.
+    // A cluster that does not validate would silently drop a misspelt field. Without `hostPID`, the daemon cannot read
+    // the pins.
     let mut misspelt = find(&objects, "DaemonSet", "plb");
     misspelt["spec"]["template"]["spec"]["hostPid"] = json!(true);
     assert!(format!("{:#}", check(&misspelt).expect_err("an unknown field")).contains("hostPid"));

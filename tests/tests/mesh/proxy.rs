@@ -43,7 +43,8 @@ impl Listener {
         hosts.iter_mut().flat_map(|host| host["routes"].as_array_mut().expect("routes"))
     }
 
-    /// Lets a client state the original destination of its connection in a PROXY header. In a mesh, iptables provides it.
+    /// Lets a client state the original destination of its connection in a PROXY header. In a mesh, iptables provides
+    /// it.
     pub fn restore_destination(&mut self) {
         let kind = "envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol";
         self.value["listener_filters"] = json!([{
@@ -230,7 +231,8 @@ impl Proxy {
         self.cluster(cluster)["load_assignment"]["endpoints"] = json!([{"lb_endpoints": endpoints(addrs)}]);
     }
 
-    /// Has the effect of the Service's label `istio.io/persistent-session-header` in an istiod with that feature enabled.
+    /// Has the effect of the Service's label `istio.io/persistent-session-header` in an istiod with that feature
+    /// enabled.
     pub fn persistent_session(&mut self, header: &str) {
         const NAME: &str = "envoy.filters.http.stateful_session";
         let kind = |name: &str| {

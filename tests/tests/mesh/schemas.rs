@@ -1,9 +1,9 @@
-//! Checks the manifests against the published schemas: Istio's from its CRDs, Kubernetes' from the types that `k8s-openapi`
-//! generates from its OpenAPI document. An unknown field is an error, because a cluster that does not validate would
-//! silently drop a misspelt one.
+//! Checks the manifests against the published schemas: Istio's from its CRDs, Kubernetes' from the types that
+//! `k8s-openapi` generates from its OpenAPI document. An unknown field is an error, because a cluster that does not
+//! validate would silently drop a misspelt field.
 //!
-//! Not checked here: values inside `patch.value` (free-form in the CRD; the other tests load them into Envoy) and the rules
-//! in CEL.
+//! Not checked here: values inside `patch.value` (free-form in the CRD; the other tests load them into Envoy) and the
+//! rules in CEL.
 
 use std::path::PathBuf;
 

@@ -1,5 +1,5 @@
-//! Mistakes that operators make in a mesh: their effects, and how to recognise them. `docs/guide/istio.md` lists each with
-//! its remedy.
+//! Mistakes that operators make in a mesh: their effects, and how to recognise them. `docs/guide/istio.md` lists each
+//! with its remedy.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -86,8 +86,8 @@ fn pass_through(cluster: &mut Value) {
     cluster.as_object_mut().expect("an object").remove("load_assignment");
 }
 
-/// The status of one request on a connection with the original destination `to`, as iptables would report it. The client
-/// asks for the replica `wanted`.
+/// The status of one request on a connection with the original destination `to`, as iptables would report it. The
+/// client asks for the replica `wanted`.
 fn request_to(envoy: &Running, to: SocketAddr, wanted: SocketAddr) -> Result<String> {
     let mut stream = TcpStream::connect(envoy.addr())?;
     stream.set_read_timeout(Some(Duration::from_secs(10)))?;
@@ -228,7 +228,7 @@ fn the_fail_strategy_decides_what_a_crash_costs() -> Result<()> {
     Ok(())
 }
 
-/// If Istio's agent cannot fetch an image, it answers 403 in its place, unless the plugin fails open.
+/// If Istio's agent cannot fetch an image, every request gets 403, unless the plugin fails open.
 #[test]
 fn every_shipped_module_that_is_fetched_fails_open() -> Result<()> {
     let mut plugins = 0;

@@ -1,5 +1,5 @@
-//! The values of the chart `charts/prequal`: with any values its objects match the schema and are consistent; errors name
-//! wrong and missing values; docs/guide/kubernetes.md lists all values.
+//! The values of the chart `charts/prequal`: with any values its objects match the schema and are consistent; errors
+//! name wrong and missing values; docs/guide/kubernetes.md lists all values.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -136,8 +136,8 @@ fn with_any_values_every_object_matches_the_schema() -> Result<()> {
     Ok(())
 }
 
-/// Checks that a Deployment's selector matches its own pods, and every other selector those of a Deployment or the
-/// user's.
+/// Checks that a Deployment's selector matches its own pods, and that every other selector matches pods of a Deployment
+/// or of the user.
 fn selectors_match(objects: &[Value]) -> Result<()> {
     let labels = |value: &Value| -> BTreeSet<(String, String)> {
         let labels = value.as_object().into_iter().flatten();

@@ -174,8 +174,8 @@ const NOT_NATIVE: [&str; 10] = [
 
 /// Prometheus gives the native module's metrics the filter's names, so that the same dashboard and rules fit.
 ///
-/// The module knows the fleet and needs no discovery probes, so a replica that reports its load on its responses is probed
-/// only about twice a minute.
+/// The module knows the fleet and needs no discovery probes, so a replica that reports its load on its responses is
+/// probed only about twice a minute.
 #[test]
 fn dashboard_and_rules_fit_the_native_module() -> Result<()> {
     bed!();
@@ -265,8 +265,8 @@ struct Bed {
 }
 
 impl Bed {
-    /// Waits until every query of the dashboard, except those named `empty`, and every recording rule yields numbers, while no
-    /// alert except those in `hasty` does: for them, the tests' window is too short.
+    /// Waits until every query of the dashboard and every recording rule yields numbers, and no alert does. Exceptions
+    /// are the queries in `empty`, and the alerts in `hasty`, for which the tests' window is too short.
     fn is_healthy(&self, empty: &[&str], hasty: &[&str]) -> Result<()> {
         let dashboard = shipped::dashboard()?;
         self.variables_have_values(&dashboard)?;

@@ -1,5 +1,5 @@
-//! Dashboard, rules, scrape configurations and docs/guide/operations.md, as shipped: `promtool` accepts them, and on a live
-//! fleet every query returns data and every alert can fire.
+//! Dashboard, rules, scrape configurations and docs/guide/operations.md, as shipped: `promtool` accepts them, and on a
+//! live fleet every query returns data and every alert can fire.
 
 mod live;
 mod operations;
@@ -57,8 +57,8 @@ fn every_alert_says_what_it_means_and_is_tested() -> Result<()> {
     Ok(())
 }
 
-/// Debian's Prometheus lacks Kubernetes discovery, so the test lists the targets that it would find and runs the shipped
-/// relabelling on them.
+/// Debian's Prometheus lacks Kubernetes discovery, so the test lists the targets that it would find and runs the
+/// shipped relabelling on them.
 #[test]
 fn pods_become_the_targets_that_the_rules_expect() -> Result<()> {
     needs!(missing_prometheus());

@@ -37,8 +37,8 @@ pub(crate) struct Edge {
     updates: u32,
 }
 
-/// Requests and probes that one process of Envoy has begun and not ended, according to its filter's counters. At rest
-/// they grow only if a count is lost.
+/// Requests and probes that one process of Envoy has begun and not ended, according to its filter's counters. At rest,
+/// these numbers grow only if a count is lost.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Open {
     pid: u32,
@@ -47,7 +47,8 @@ pub(crate) struct Open {
 }
 
 impl Open {
-    /// Requests and probes begun since `before` and not ended. Idle probes may always be in flight, so a few are allowed.
+    /// Requests and probes begun since `before` and not ended. Idle probes may always be in flight, so a few are
+    /// allowed.
     fn since(self, before: Self) -> Vec<String> {
         // The counters of a process that took over began at zero.
         let before = if before.pid == self.pid { before } else { Self::default() };
@@ -149,7 +150,8 @@ impl Edge {
         Open { pid: self.pid(), requests: prequal.requests_open(), probes: prequal.probes_open() }
     }
 
-    /// Gauges that are not zero, and counters that disagree, compared with those `before` unless counts may have been lost.
+    /// Gauges that are not zero, and counters that do not balance compared with `before`, which is `None` if counts may
+    /// have been lost.
     pub(super) fn unbalanced(&self, ejected: bool, before: Option<Open>) -> Result<Vec<String>> {
         let mut found = Vec::new();
         let stats = self.envoy.stats()?;
@@ -193,7 +195,7 @@ mod tests {
         assert_eq!(lost.since(before), ["1 more picks than outcomes", "5 more probes than results"]);
         let twice = Open { requests: 2, ..before };
         assert_eq!(twice.since(before), ["-1 more picks than outcomes"]);
-        // Another process began at zero.
+        // The counters of another process began at zero.
         let other = Open { pid: 2, requests: 0, probes: 0 };
         assert!(other.since(before).is_empty());
     }

@@ -1,5 +1,5 @@
-//! One replica: a backend and the agent in front of it. Each can be killed, hung and restarted at its address. Orders are
-//! idempotent, so that overlapping faults do not undo each other.
+//! One replica: a backend and the agent in front of it. Each can be killed, hung and restarted at its address. Orders
+//! are idempotent, so that overlapping faults do not undo each other.
 
 use std::net::SocketAddr;
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -1,5 +1,5 @@
-//! A network that loses packets, has little bandwidth, or does not reach an agent. All traffic uses the loopback of this
-//! program's namespace.
+//! A network that loses packets, has little bandwidth, or does not reach an agent. All traffic uses the loopback of
+//! this program's namespace.
 
 use std::time::Duration;
 

@@ -19,7 +19,7 @@ use crate::support::{
 fn client_aborts_do_not_eject() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(3, &Reply::ok().delay(MS(30)))?;
-    // Without the limit on waiting: a client that aborts early would not reach it.
+    // Without the limit on waiting, which a client that aborts early would not reach.
     let config = set(EnvoyConfig::for_replicas(&fleet.addrs())?, "ejection_wait_factor", 0);
     let envoy = Envoy::start(config)?;
     warm(&envoy, 3);

@@ -96,7 +96,7 @@ fn grpc_errors_in_trailers_or_without_a_body_eject() -> Result<()> {
 #[test]
 fn an_unresponsive_replica_is_ejected_at_once_and_comes_back_when_it_answers() -> Result<()> {
     bed!();
-    // Each worker detects it by itself; the verdict applies to all.
+    // Each worker detects the replica by itself; its verdict applies to all workers.
     for workers in [1, 2] {
         unresponsive_and_back(workers)?;
     }
@@ -113,7 +113,7 @@ fn unresponsive_and_back(workers: u32) -> Result<()> {
     fleet.clear();
     let answers = get(&client, 1500);
     let late = answers.iter().flatten().filter(|answer| answer.elapsed > Duration::from_secs(1)).count();
-    // Eight callers: at most the requests that they had in flight there, and a trial or two.
+    // At most the requests that the eight callers had in flight there, and a trial or two.
     assert!(late <= 12, "{late} late: {:#?}", envoy.prequal("replicas")?);
     counted(&envoy, "ejected as unresponsive", |now| now.other("prequal_ejections_total.unresponsive") > 0);
     fleet[0].backend.set(Reply::ok().delay(MS(20)));
@@ -167,7 +167,8 @@ fn if_most_of_the_fleet_fails_no_replica_is_ejected() -> Result<()> {
     fleet.clear();
     get(&client, 500);
     let served = fleet.served();
-    // Trials alone would be at most one per second and replica; equal replicas need not share evenly (docs/design/limits.md).
+    // Trials alone would be at most one per second and replica; equal replicas need not share evenly
+    // (docs/design/limits.md).
     assert!(served.iter().take(4).sum::<u64>() > 100, "{served:?}");
     assert!(served[4] < 400, "the healthy one does not carry all: {served:?}");
     for replica in fleet.iter().take(4) {

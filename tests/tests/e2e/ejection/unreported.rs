@@ -19,7 +19,7 @@ use crate::support::{
 /// Four replicas whose agents do not report failures, so that they are ejected only for failures that this Envoy sees.
 struct Unreported {
     backends: Vec<Backend>,
-    /// The first replica fails every n-th time; while this is not set, it never fails.
+    /// The first replica fails every n-th request. At the start, `n` is so large that none fails.
     every: Arc<AtomicU64>,
     /// Number of failures so far.
     failures: Arc<AtomicU64>,
@@ -48,8 +48,8 @@ impl Unreported {
         Ok(Self { backends, every, failures })
     }
 
-    /// Starts replicas that answer calls after `delay`, an Envoy that knows them and a client; every `nth` answer of the
-    /// first fails.
+    /// Starts replicas that answer calls after `delay`, an Envoy that knows them, and a client. Every `nth` answer of
+    /// the first replica fails.
     fn failing(bad: &Reply, delay: Duration, nth: u64) -> Result<(Self, Envoy, Client)> {
         let fleet = Self::start(&grpc_reply("0").delay(delay), bad)?;
         let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
@@ -71,14 +71,14 @@ impl Unreported {
         addrs(&self.backends)
     }
 
-    /// Makes the first replica fail every request, and asserts that it is soon ejected for failures that this Envoy sees,
-    /// and then gets only trials.
+    /// Makes the first replica fail every request, and asserts that it is soon ejected for failures that this Envoy
+    /// sees, and then gets only trials.
     #[track_caller]
     fn assert_ejected(&self, case: &str, envoy: &Envoy, client: &Client, request: fn(usize) -> Request) {
         warm(envoy, 4);
         self.fail_every(1);
-        // Ejection takes two failures. If the first brings no report, the replica waits for a probe at the end of the
-        // pool.
+        // Ejection takes two failures. If the first failure brings no report, the replica waits at the end of the pool
+        // for a probe.
         eventually(case, Duration::from_secs(30), || {
             client.burst(50, 8, request);
             (envoy.prequal(SERVING).ok()?.other("prequal_ejections_total.failing") > 0).then_some(())

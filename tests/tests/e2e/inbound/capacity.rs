@@ -132,7 +132,7 @@ fn streams_and_aborts_do_not_change_base_latency_and_knee() -> Result<()> {
         assert!(Client::new(addr).abandon(Request::get("/"), MS(20)));
     }
     wait_for_count(&envoy, "aborted", 30);
-    // The time that aborted requests spent at the server counts, but none of them was served. If they wait_for_count as
+    // The time that aborted requests spent at the server counts, but none of them was served. If they counted as
     // departures, the base latency would be 32 ms.
     let reported = capacities(addr);
     assert!(reported.iter().all(|(base, _)| (90_000..=300_000).contains(base)), "{reported:?}");

@@ -13,8 +13,8 @@ use crate::support::{SERVING, assert_all_ok, assert_no_prequal_headers, bed, is_
 /// Asserts that a client's Envoy avoids the last of `backends`, which is slow.
 fn assert_steers(backends: &[Backend], client: &Envoy) -> Result<()> {
     warm(client, backends.len() as u64);
-    // On a busy machine, six callers are more than the filter may send to a fleet that it is still learning, and one of the
-    // fast replicas may look slow.
+    // On a busy machine, six callers send more than the filter may steer while it still learns the replicas, and one of
+    // the fast replicas may look slow.
     let after = eventually("three are used, the slow one is left alone", Duration::from_secs(20), || {
         backends.iter().for_each(Backend::clear);
         let before = client.prequal(SERVING).ok()?;
@@ -77,7 +77,7 @@ fn probes_may_have_a_separate_port() -> Result<()> {
         assert_eq!(reported.endpoint, serving.to_string());
         assert!(reported.rest.starts_with(&format!("probe={probing}")), "{reported:?}");
     }
-    // A request on that port that is not a probe passes through and is not wait_for_count.
+    // A request on that port that is not a probe passes through and is not counted.
     let before = servers[0].inbound(serving[0])?["requests.success"];
     assert_eq!(Client::new(probing[0]).get("/")?.status, 200);
     assert_eq!(servers[0].inbound(serving[0])?["requests.success"], before);

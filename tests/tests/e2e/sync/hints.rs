@@ -153,8 +153,8 @@ fn a_client_cannot_inject_a_hint() -> Result<()> {
 #[test]
 fn hinted_loads_do_not_enter_the_pool() -> Result<()> {
     bed!();
-    // Each replica claims to be idle in reply to hinted probes. The only other probes are those of discovery, from which the
-    // filter learns names.
+    // Each replica claims to be idle in reply to hinted probes. The only other probes are those of discovery, from
+    // which the filter learns names.
     let fleet = stand_ins(3, |addr| with_load(report(0, 100, addr)), |_| Reply::ok())?;
     let settings = json!({"hint": {"header": "x-session"}, "piggyback": false, "idle_probe_interval_ms": 0,
         "budget": "fixed", "r_probe": 0, "verified_probes": false});

@@ -41,7 +41,7 @@ fn one_hung_agent_of_three_delays_no_request() -> Result<()> {
 #[test]
 fn hung_agents_cost_the_deadline_and_no_request() -> Result<()> {
     bed!();
-    // Without a report on any response, they would count as replicas without an agent.
+    // Responses carry reports; otherwise the filter would take these for replicas without an agent.
     let fleet = stand_ins(3, |_| hang(), |addr| with_load(report(1, 2000, addr)))?;
     let envoy = start(&addrs(&fleet), json!({"sync_deadline_ms": 40}))?;
     let answers = envoy.client().burst(40, 4, |_| Request::get("/"));

@@ -52,7 +52,7 @@ impl Kind {
         matches!(self, Self::Nginx | Self::NginxHttp2 | Self::NginxFewRequests)
     }
 
-    /// Says that the program that runs or builds the server is missing, if so.
+    /// A message if the program that runs or builds the server is missing.
     pub(super) fn missing(self) -> Option<String> {
         match self {
             Self::Nginx | Self::NginxHttp2 | Self::NginxFewRequests => missing("nginx", &["-v"], "nginx"),
@@ -69,7 +69,8 @@ pub(super) struct Server {
     command: Command,
     child: Child,
     addr: SocketAddr,
-    /// Reserves the port while the server restarts. With `SO_REUSEADDR`, which all servers set too, they can still bind it.
+    /// Reserves the port while the server restarts. With `SO_REUSEADDR`, which all servers set too, they can still bind
+    /// it.
     _reserved: TcpSocket,
     _dir: TempDir,
 }
