@@ -39,10 +39,14 @@ const DEAREST_OVERDUE: f32 = 2.0;
 const OVERDUE_MS: u32 = 8000;
 /// After a trial, a replica that reports at most this fraction of its earlier base latency gets another trial.
 const PROMISING: f64 = 0.8;
-/// Reports younger than this count as equally fresh, milliseconds; older ones are grouped by powers of two of it.
-/// Within milliseconds it is only chance which replica reported last. If that decided, requests would follow each other
-/// to the same replica.
+/// Reports younger than [`FRESH_COSTS`], and at least those younger than this, count as equally fresh, milliseconds;
+/// older ones are grouped by powers of two of it. Within milliseconds it is only chance which replica reported last. If
+/// that decided, requests would follow each other to the same replica.
 const FRESH_MS: u32 = 32;
+/// The same limit in multiples of the lowest cost, rounded down to a power of two of milliseconds. While the requests
+/// that a report counts may still be there, its age says nothing; turns, which keep requests evenly spaced, then do
+/// better.
+const FRESH_COSTS: f32 = 2.0;
 /// A base latency counts as at least the pool's median base latency divided by this. No fleet needs finer distinctions.
 /// A replica that reports almost no latency then gets a few requests more than the others, but not all of them.
 const FASTEST: u32 = 32;
@@ -67,6 +71,8 @@ pub(super) struct Predicted {
     count: u32,
     /// Number of picks so far.
     picks: u16,
+    /// Logarithm to base 2 of the age up to which reports count as equally fresh, milliseconds.
+    fresh_log2: u32,
     now: Stamp,
 }
 
@@ -81,6 +87,7 @@ impl Predicted {
             least_us: summary.least_base_us(entries),
             count: entries.len() as u32,
             picks,
+            fresh_log2: FRESH_MS.ilog2(),
             now,
         };
         if summary.uneven {
@@ -94,6 +101,8 @@ impl Predicted {
             let cost = rule.cost(entry);
             rule.lowest = if cost < rule.lowest { cost } else { rule.lowest };
         }
+        let fresh_ms = (rule.lowest * FRESH_COSTS / 1000.0) as u32;
+        rule.fresh_log2 = fresh_ms.max(FRESH_MS).ilog2();
         rule
     }
 
@@ -237,7 +246,7 @@ impl Order for Predicted {
             None => entry.rif.into(),
         };
         // The higher the knee, the less the age of a report matters.
-        let age = u32::BITS - (self.now.distance_ms(entry.received) / FRESH_MS).leading_zeros();
+        let age = u32::BITS - (self.now.distance_ms(entry.received) >> self.fresh_log2).leading_zeros();
         let age = if age < knee { 0 } else { age / knee };
         let waited = u32::from(self.picks.wrapping_sub(entry.chosen)).min(self.count);
         let turn = u32::from(entry.rif) * self.count + TURN * (self.count - waited);

@@ -987,6 +987,23 @@ fn replicas_of_equal_cost_are_chosen_in_turn() {
 }
 
 #[test]
+fn among_equal_replicas_the_fresher_report_wins_only_if_the_other_is_older_than_two_latencies() {
+    // Replica 0 is next in turn, but its report is `age` ms old when replica 1 reports.
+    let chosen = |base_ms: u32, age: u64| {
+        let mut scene = Scene::new(plain());
+        (0..2).for_each(|n| scene.capable(0, n, 0, base_ms, 1));
+        let first = scene.pick_predicted(0).replica.unwrap();
+        let other = if first == replica(0) { 1 } else { 0 };
+        scene.capable(1, other, 0, base_ms, 1);
+        scene.capable(1 + age, u16::from(other == 0), 0, base_ms, 1);
+        scene.pick_predicted(1 + age).replica.unwrap() == replica(other)
+    };
+    assert!(chosen(100, 120) && !chosen(100, 260));
+    // At least 32 ms, however short the latency.
+    assert!(chosen(1, 30) && !chosen(1, 70));
+}
+
+#[test]
 fn a_replica_that_looks_far_slower_gets_a_request_in_4000_and_more_as_soon_as_it_heals() {
     const MOST: usize = 3 + 1;
     let mut scene = Scene::new(plain());
