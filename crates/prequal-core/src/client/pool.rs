@@ -52,7 +52,7 @@ pub use choose::Ranking;
 use cooldown::{Cooldown, MAX_COOLDOWNS, REFUSAL_WEIGHT};
 pub use entry::Candidate;
 use entry::{Entry, UNKNOWN};
-use predicted::{Predicted, Trials};
+use predicted::{ERROR_WEIGHT, MAX_ERROR, Predicted, Trials, error_between};
 use probes::{Clock, GROWING_MS};
 use rank::{Order, Scored, Theta, lowest_with_slow_start};
 use reuse::{reuse_budget, round_randomly};
@@ -148,6 +148,8 @@ pub struct PoolState {
     /// Number of picks so far, wrapping.
     picks: u16,
     remove_credit: f32,
+    /// Error of the reported base latencies: the mean square, relative to the latency.
+    noise: f32,
     trials: Trials,
     /// Moving averages per pick.
     reports_per_pick: f32,
@@ -218,7 +220,7 @@ impl PoolState {
     /// Like [`Self::pick`], by predicted latency.
     pub fn pick_predicted<G: Rng>(&mut self, settings: &PoolSettings, now: Micros, rng: &mut G) -> Pick {
         let probes = self.begin_pick(settings, now.stamp());
-        let rule = Predicted::over(self.entries(), self.picks, now.stamp());
+        let rule = Predicted::over(self.entries(), self.picks, self.noise, now.stamp());
         let mut trials = self.trials;
         let tried = rule.trial(self.entries(), &mut trials, rng);
         self.trials = trials;
@@ -401,10 +403,14 @@ impl PoolState {
         self.reports_since_pick = self.reports_since_pick.saturating_add(1).min(MAX_RATE);
         self.clock.answered();
         // A response to a request sent long ago must not replace a newer placement of the replica.
-        let known = self.entries().iter().find(|entry| entry.endpoint == endpoint).map(Entry::placement);
+        let old = self.entries().iter().find(|entry| entry.endpoint == endpoint).copied();
+        let known = old.map(|old| old.placement());
         let placement = known.filter(|known| self.newer(known, &placement)).unwrap_or(placement);
         self.trials.reported(endpoint, load.capacity);
         let entry = Entry::new(settings, endpoint, load, placement, stamp);
+        if let Some(error) = old.and_then(|old| error_between(&old, &entry)) {
+            self.noise += (error - self.noise) * ERROR_WEIGHT;
+        }
         if load.source == Source::Probe || !settings.theta_of_probes {
             self.remember_rif(settings, stamp, entry.load());
         }
@@ -668,7 +674,7 @@ impl Clone for PoolState {
 }
 
 impl Blob for PoolState {
-    const TAG: Tag = Tag::of_release(0x7072_6571, 11); // "preq"
+    const TAG: Tag = Tag::of_release(0x7072_6571, 12); // "preq"
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
         let mut state = Self::zeroed();
@@ -690,6 +696,7 @@ impl Blob for PoolState {
             && state.reports_since_pick <= MAX_RATE
             && state.new_since_pick <= MAX_RATE
             && state.ejections <= 1
+            && (0.0..=MAX_ERROR).contains(&state.noise)
             && state.trials.is_sound()
             && state.clock.is_sound();
         if !finite || !bounded || !state.entries().iter().all(Entry::is_sound) {

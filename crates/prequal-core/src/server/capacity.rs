@@ -21,7 +21,7 @@
 //! Requests that are in flight but not at the server (a stream, a request that waits for its client) do not count in
 //! the level; the caller leaves them out ([`crate::server::tracker`]).
 
-use crate::shared::capacity::Capacity;
+use crate::shared::capacity::{Capacity, FADES_US};
 use crate::shared::time::{MAX_LATENCY_US, Micros};
 
 mod recent;
@@ -30,8 +30,6 @@ use recent::{Beyond, FastRun};
 
 /// Highest knee that is distinguished; more requests in flight count as this many.
 pub const MAX_KNEE: u16 = 512;
-/// Time constant of the counts, microseconds. Half of it is noisier; twice as much detects a recovered replica later.
-pub const FADES_US: f64 = 6e6;
 /// Minimum gain in log-likelihood that justifies a higher knee.
 const DOUBT: f64 = 0.5;
 /// Number of departures below which the last fit is kept.

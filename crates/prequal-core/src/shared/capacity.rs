@@ -2,6 +2,10 @@
 
 use super::time::MAX_LATENCY_US;
 
+/// Time constant with which a replica's observations fade, microseconds. Half of it is noisier; twice as much detects a
+/// recovered replica later.
+pub const FADES_US: f64 = 6e6;
+
 /// Base latency and knee of a replica.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Capacity {

@@ -9,14 +9,18 @@ use super::rank::Order;
 use super::{Branch, Entry, MAX_POOL, UNKNOWN};
 use crate::client::members::Placement;
 use crate::client::sync_mode::Answer;
-use crate::shared::capacity::Capacity;
+use crate::shared::capacity::{Capacity, FADES_US};
 use crate::shared::endpoint::Endpoint;
 use crate::shared::time::Stamp;
 
-/// Entries within this factor of the lowest cost count as equal. It is wider than the noise of the estimates. With a
-/// narrow band, a replica that has recovered would never get its traffic back: it looks slow, so it gets no requests,
-/// so it keeps looking slow.
+/// Entries within this factor of the lowest cost count as equal; the error of the estimates widens it
+/// ([`error_between`]). With a narrow band, a replica that has recovered would never get its traffic back: it looks
+/// slow, so it gets no requests, so it keeps looking slow.
 const BAND: f32 = 1.35;
+/// Weight of a new value in the moving average of errors: the average covers some 256 reports.
+pub(super) const ERROR_WEIGHT: f32 = 1.0 / 256.0;
+/// Maximum error of one report. A larger change of an estimate is no noise.
+pub(super) const MAX_ERROR: f32 = 1.0;
 /// The same factor where weights differ. Noise must not decide then, and RIF relative to the weight keeps queues
 /// balanced.
 const WEIGHTED_BAND: f32 = 2.0;
@@ -60,6 +64,8 @@ pub(super) struct Predicted {
     /// Base latency assumed for a replica that has not reported one.
     unknown_us: u32,
     lowest: f32,
+    /// Entries up to this multiple of the lowest cost count as equal.
+    band: f32,
     /// Where weights differ, this replaces every knee: the highest knee relative to its replica's weight. A replica
     /// with three times the weight in Envoy can show that it serves so many requests only if it gets them.
     weighted_knee: Option<u16>,
@@ -77,11 +83,12 @@ pub(super) struct Predicted {
 }
 
 impl Predicted {
-    pub(super) fn over(entries: &[Entry], picks: u16, now: Stamp) -> Self {
+    pub(super) fn over(entries: &[Entry], picks: u16, noise: f32, now: Stamp) -> Self {
         let summary = Summary::of(entries);
         let mut rule = Self {
             unknown_us: summary.usual_base_us(entries),
             lowest: f32::MAX,
+            band: if summary.uneven { WEIGHTED_BAND } else { BAND * (1.0 + noise.sqrt()) },
             weighted_knee: None,
             usual_knee: summary.usual_knee(entries),
             least_us: summary.least_base_us(entries),
@@ -128,7 +135,7 @@ impl Predicted {
     }
 
     fn is_equal(&self, cost: f32) -> bool {
-        cost <= self.lowest * if self.weighted_knee.is_some() { WEIGHTED_BAND } else { BAND }
+        cost <= self.lowest * self.band
     }
 
     /// Returns the entry that gets a trial, if one is due.
@@ -288,6 +295,21 @@ impl Order for AtHome<'_> {
     fn latency_us(&self, entry: &Entry) -> Option<u32> {
         self.rule.latency_us(entry)
     }
+}
+
+/// Returns the mean square error of a replica's base latency, relative to the latency, as its two successive reports
+/// show it; `None` if one of them has no base latency.
+///
+/// Where requests are few and differ, equal replicas report different latencies by chance, and all clients would prefer
+/// the lucky ones. Estimates fade with the time constant τ ([`FADES_US`]), so if the replica is the same, the mean square
+/// difference of two estimates that are t apart is twice their variance times 1 − exp(−t/τ). t / (t + τ) is nearly the
+/// same and cheaper.
+pub(super) fn error_between(old: &Entry, new: &Entry) -> Option<f32> {
+    let (before, after) = (old.capacity()?.base_us as f32, new.capacity()?.base_us as f32);
+    let elapsed = new.received.distance_ms(old.received).max(1) as f32;
+    let change = 2.0 * (after - before) / (after + before).max(1.0);
+    let error = change * change / 2.0 * (elapsed + FADES_US as f32 / 1e3) / elapsed;
+    Some(if error < MAX_ERROR { error } else { MAX_ERROR })
 }
 
 /// Facts that show whether a pick needs a median. Most picks need none.

@@ -664,6 +664,9 @@ fn a_blob_that_is_accepted_is_accepted_again_after_a_pick() {
             assert!(PoolState::decode(&pool.encode()).is_ok(), "damage {number}");
         }
     }
+    for noise in [f32::NAN, -0.1, 1.1] {
+        assert!(PoolState::decode(&PoolState { noise, ..PoolState::new() }.encode()).is_err(), "{noise}");
+    }
     // A pick removes as many entries as the credit allows.
     let mut pool = PoolState::new();
     pool.remove_credit = 1.0;
@@ -1001,6 +1004,34 @@ fn among_equal_replicas_the_fresher_report_wins_only_if_the_other_is_older_than_
     assert!(chosen(100, 120) && !chosen(100, 260));
     // At least 32 ms, however short the latency.
     assert!(chosen(1, 30) && !chosen(1, 70));
+}
+
+#[test]
+fn the_band_follows_the_error_of_the_estimates() {
+    // Replica 0 reports 20 ms and replica 1 `other_ms`. The reports of the others are 500 ms apart and `change` times
+    // higher and lower by turns.
+    let both_are_chosen = |other_ms: u32, change: f64| {
+        let mut scene = Scene::new(plain());
+        for round in 0..400 {
+            for n in 2..10 {
+                let factor = if (round + u64::from(n)) % 2 == 0 { change } else { 1.0 };
+                let base_us = (40_000.0 * factor) as u32;
+                scene.reports(round * 500, n, 9, Capacity { base_us, knee: 1, open: false });
+            }
+        }
+        let now = 400 * 500;
+        let mut chosen = std::collections::BTreeSet::new();
+        for at in now..now + 4 {
+            (0..2).for_each(|n| scene.capable(at, n, 0, if n == 0 { 20 } else { other_ms }, 8));
+            chosen.insert(scene.pick_predicted(at).replica.unwrap().port());
+        }
+        chosen.len() == 2
+    };
+    assert!(both_are_chosen(26, 1.0) && !both_are_chosen(30, 1.0));
+    // A change by a twentieth within 500 ms is what an error of 13 % causes: 1.35 · 1.13 = 1.52.
+    assert!(both_are_chosen(30, 1.05) && !both_are_chosen(31, 1.05));
+    // However large the changes, the band is at most twice as wide.
+    assert!(both_are_chosen(53, 100.0) && !both_are_chosen(55, 100.0));
 }
 
 #[test]
