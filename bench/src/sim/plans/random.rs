@@ -136,7 +136,7 @@ pub(super) fn random(length: RunLength) -> Experiment {
     Experiment {
         name: "random",
         title: "fleets drawn at random, against Envoy's own policies",
-        text: "120 fleets that nobody chose. Each has 2 to 128 servers, with 1 to 16 slots, with 1 to 4 shared cores, or \
+        text: "120 fleets from a random generator. Each has 2 to 128 servers, with 1 to 16 slots, with 1 to 4 shared cores, or \
             without a limit; one of five distributions of work; 2 to 200 ms; 20 to 90 % load; 1 to 16 clients. In half of \
             the fleets 10 to 50 % of the servers are 1.3 to 10 times slower than the others, and in one of six fleets one \
             server is 2 to 20 times slower for 15 s. The labels have the form of those in `fleets`; `cl.` are clients. \
