@@ -148,7 +148,7 @@ pub struct PoolState {
     /// Number of picks so far, wrapping.
     picks: u16,
     remove_credit: f32,
-    /// Error of the reported base latencies: the mean square, relative to the latency.
+    /// Mean square error of the reported base latencies, relative to the latency, 0 to [`MAX_ERROR`].
     noise: f32,
     trials: Trials,
     /// Moving averages per pick.

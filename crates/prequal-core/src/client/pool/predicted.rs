@@ -17,13 +17,13 @@ use crate::shared::time::Stamp;
 /// ([`error_between`]). With a narrow band, a replica that has recovered would never get its traffic back: it looks
 /// slow, so it gets no requests, so it keeps looking slow.
 const BAND: f32 = 1.35;
-/// Weight of a new value in the moving average of errors: the average covers some 256 reports.
-pub(super) const ERROR_WEIGHT: f32 = 1.0 / 256.0;
-/// Maximum error of one report. A larger change of an estimate is no noise.
-pub(super) const MAX_ERROR: f32 = 1.0;
 /// The same factor where weights differ. Noise must not decide then, and RIF relative to the weight keeps queues
 /// balanced.
 const WEIGHTED_BAND: f32 = 2.0;
+/// Weight of a new value in the moving average of errors: the average covers some 256 reports.
+pub(super) const ERROR_WEIGHT: f32 = 1.0 / 256.0;
+/// Maximum mean square error that two reports can show. A larger difference is a real change, not noise.
+pub(super) const MAX_ERROR: f32 = 1.0;
 /// A home of the request's hint gets the request up to this cost, in multiples of the lowest. Beyond the knee, a cost
 /// of 2 means 1.4 times as many requests in flight. Unless homes get most of their requests, no replica keeps the data.
 /// With 4, caches are hit slightly more often, but the longest waits are 1.5 times as long.
@@ -43,11 +43,11 @@ const DEAREST_OVERDUE: f32 = 2.0;
 const OVERDUE_MS: u32 = 8000;
 /// After a trial, a replica that reports at most this fraction of its earlier base latency gets another trial.
 const PROMISING: f64 = 0.8;
-/// Reports younger than [`FRESH_COSTS`], and at least those younger than this, count as equally fresh, milliseconds;
-/// older ones are grouped by powers of two of it. Within milliseconds it is only chance which replica reported last. If
+/// Reports younger than this count as equally fresh, milliseconds, and so do older ones up to [`FRESH_COSTS`]. Beyond
+/// this limit, ages are grouped by powers of two of it. Within milliseconds it is only chance which replica reported last. If
 /// that decided, requests would follow each other to the same replica.
 const FRESH_MS: u32 = 32;
-/// The same limit in multiples of the lowest cost, rounded down to a power of two of milliseconds. While the requests
+/// The same limit as a multiple of the lowest cost, rounded down to a power of two of milliseconds. While the requests
 /// that a report counts may still be there, its age says nothing; turns, which keep requests evenly spaced, then do
 /// better.
 const FRESH_COSTS: f32 = 2.0;
@@ -83,6 +83,7 @@ pub(super) struct Predicted {
 }
 
 impl Predicted {
+    /// The rule for `entries`, whose base latencies have the mean square error `noise`, relative to the latency.
     pub(super) fn over(entries: &[Entry], picks: u16, noise: f32, now: Stamp) -> Self {
         let summary = Summary::of(entries);
         let mut rule = Self {

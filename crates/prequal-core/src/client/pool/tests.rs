@@ -991,7 +991,8 @@ fn replicas_of_equal_cost_are_chosen_in_turn() {
 
 #[test]
 fn among_equal_replicas_the_fresher_report_wins_only_if_the_other_is_older_than_two_latencies() {
-    // Replica 0 is next in turn, but its report is `age` ms old when replica 1 reports.
+    // One of two replicas has been chosen. The other is next in turn, but its report is `age` ms old when the first
+    // reports again. Returns whether the other is chosen all the same.
     let chosen = |base_ms: u32, age: u64| {
         let mut scene = Scene::new(plain());
         (0..2).for_each(|n| scene.capable(0, n, 0, base_ms, 1));
@@ -1008,8 +1009,8 @@ fn among_equal_replicas_the_fresher_report_wins_only_if_the_other_is_older_than_
 
 #[test]
 fn the_band_follows_the_error_of_the_estimates() {
-    // Replica 0 reports 20 ms and replica 1 `other_ms`. The reports of the others are 500 ms apart and `change` times
-    // higher and lower by turns.
+    // Replica 0 reports 20 ms and replica 1 `other_ms`. The others report every 500 ms and alternate between 40 ms and
+    // `change` times as much.
     let both_are_chosen = |other_ms: u32, change: f64| {
         let mut scene = Scene::new(plain());
         for round in 0..400 {
