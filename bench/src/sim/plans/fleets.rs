@@ -12,7 +12,7 @@ use crate::sim::measure::RunRecord;
 /// Slots of a server without a queue: every query is served at once.
 const NO_QUEUE: usize = usize::MAX;
 /// One query in ten takes about twenty times as long as the others, in units of 10 ms.
-const MIX: Sizes = Sizes::Mix { rare: 0.1, long: (10.0, 30.0), usual: (0.5, 1.5) };
+pub(super) const MIX: Sizes = Sizes::Mix { rare: 0.1, long: (10.0, 30.0), usual: (0.5, 1.5) };
 /// One query in twenty takes 80 times as long, in units of 5 ms.
 const RARE: Sizes = Sizes::Mix { rare: 0.05, long: (80.0, 80.0), usual: (1.0, 1.0) };
 
@@ -281,6 +281,13 @@ fn best_other<'a>(cells: &'a Cells, point: &str, metric: usize) -> Option<(f64, 
     values.filter(|(value, _)| !value.is_nan()).min_by(|a, b| a.0.total_cmp(&b.0))
 }
 
+/// The ratio of a value to the best one, as it is judged. A difference of 1 ms in a median does not count: it is below
+/// the accuracy of any measurement.
+pub(super) fn judged_ratio(metric: usize, got: f64, best: f64) -> f64 {
+    let ratio = got / best;
+    if metric == P50 && got <= best + 1.0 { ratio.min(1.0) } else { ratio }
+}
+
 fn labels(cells: &Cells) -> Vec<&str> {
     let mut labels: Vec<&str> = Vec::new();
     for cell in &cells.0 {
@@ -296,11 +303,8 @@ fn judge(cells: &Cells, within: f64) -> Vec<Verdict> {
         let judged = JUDGED.iter().filter_map(|(name, metric)| {
             let got = given_up(cells.at(point, OURS, *metric));
             let (best, whose) = best_other(cells, point, *metric).filter(|_| !got.is_nan())?;
-            // A difference of 1 ms in a median is below the accuracy of any measurement.
-            let near = *metric == P50 && got <= best + 1.0;
-            let over = got / best;
-            let line = format!("{name} {} ms, {whose} {} ms, {over:.2}x", tenths(got), tenths(best));
-            Some((if near { over.min(1.0) } else { over }, line))
+            let line = format!("{name} {} ms, {whose} {} ms, {:.2}x", tenths(got), tenths(best), got / best);
+            Some((judged_ratio(*metric, got, best), line))
         });
         let (over, line) = judged.max_by(|a, b| a.0.total_cmp(&b.0))?;
         let percent = (within - 1.0) * 100.0;

@@ -1,18 +1,18 @@
-//! Fleets drawn at random, which no setting was tuned on: how often, and by how much, is Prequal worse than the best of
-//! Envoy's own policies?
+//! Fleets drawn at random: how often, and by how much, is Prequal worse than the best of Envoy's own policies?
+//!
+//! `random` has the fleets that the rule has been changed for, `heldout` the next ones, to which no setting was adapted.
+//! Faults other than a slow server are left out; `finagle`, `sinkhole` and `churn` have them.
 
 use rand::rngs::SmallRng;
 use rand::seq::IndexedRandom as _;
 use rand::{Rng as _, SeedableRng as _};
 
 use super::super::plot::{Chart, Line};
-use super::fleets::fleet;
+use super::fleets::{MIX, fleet, judged_ratio};
 use super::*;
 
-/// Number of fleets.
+/// Number of fleets of an experiment.
 const FLEETS: u64 = 120;
-/// One query in ten takes about twenty times as long as the others.
-const MIX: Sizes = Sizes::Mix { rare: 0.1, long: (10.0, 30.0), usual: (0.5, 1.5) };
 /// Highest number of queries per second, so that a run takes seconds.
 const MAX_QPS: f64 = 8000.0;
 /// Number of queries after the warm-up that a run should have.
@@ -122,6 +122,40 @@ fn drawn(number: u64) -> Point {
 }
 
 pub(super) fn random(length: RunLength) -> Experiment {
+    over_fleets(
+        0,
+        length,
+        "random",
+        "fleets drawn at random, against Envoy's own policies",
+        "120 fleets from a random generator. Each has 2 to 128 servers, with 1 to 16 slots, with 1 to 4 shared cores, \
+            or without a limit; one of five distributions of work; 2 to 200 ms; 20 to 90 % load; 1 to 16 clients. In half \
+            of the fleets 10 to 50 % of the servers are 1.3 to 10 times slower than the others, and in one of six fleets \
+            one server is 2 to 20 times slower for 15 s. The labels have the form of those in `fleets`; `cl.` means \
+            clients. For each fleet and quantile, the figure is divided by that of whichever of Envoy's policies is best \
+            at it: random, round robin, least request (full scan and two choices), and client-side WRR with default and \
+            with fast settings. The plot shows how this ratio is distributed over the fleets.",
+    )
+}
+
+pub(super) fn heldout(length: RunLength) -> Experiment {
+    over_fleets(
+        FLEETS,
+        length,
+        "heldout",
+        "more fleets drawn at random, run only after the rule was changed",
+        "The next 120 fleets of the generator of `random`. They were run for the first time after the last change \
+            that `random` had led to, so no setting is adapted to them.",
+    )
+}
+
+/// The experiment with the fleets after number `before`.
+fn over_fleets(
+    before: u64,
+    length: RunLength,
+    name: &'static str,
+    title: &'static str,
+    text: &'static str,
+) -> Experiment {
     let fleets = if length.quick { FLEETS / 10 } else { FLEETS };
     let arms = arms([
         ("Random", SimArm::Random),
@@ -134,17 +168,13 @@ pub(super) fn random(length: RunLength) -> Experiment {
         (LEARNING, learning(|_| ())),
     ]);
     Experiment {
-        name: "random",
-        title: "fleets drawn at random, against Envoy's own policies",
-        text: "120 fleets from a random generator. Each has 2 to 128 servers, with 1 to 16 slots, with 1 to 4 shared cores, or \
-            without a limit; one of five distributions of work; 2 to 200 ms; 20 to 90 % load; 1 to 16 clients. In half of \
-            the fleets 10 to 50 % of the servers are 1.3 to 10 times slower than the others, and in one of six fleets one \
-            server is 2 to 20 times slower for 15 s. The labels have the form of those in `fleets`; `cl.` are clients. \
-            For each fleet and quantile, the figure is divided by that of whichever of Envoy's policies is best at it: \
-            random, round robin, least request (full scan and two choices), and client-side WRR with default and with \
-            fast settings. The plot shows how this ratio is distributed over the fleets.",
-        x_label: "fleets",
-        points: (1..=fleets).map(|number| Point { arms: arms.clone(), ..drawn(number) }).collect(),
+        name,
+        title,
+        text,
+        x_label: "",
+        points: (before + 1..=before + fleets)
+            .map(|number| Point { arms: arms.clone(), ..drawn(number) })
+            .collect(),
         metrics: STANDARD.to_vec(),
         columns: vec![
             ("p50 ms", P50, tenths),
@@ -167,10 +197,7 @@ fn ratios<'a>(cells: &'a Cells, arm: &str, metric: usize) -> Vec<(f64, &'a str)>
         let others =
             cells.0.iter().filter(|other| other.point == cell.point && !other.arm.starts_with("Prequal"));
         let best = others.map(|other| other.median(metric)).min_by(f64::total_cmp)?;
-        let ratio = cell.median(metric) / best;
-        // A difference of 1 ms in a median is below the accuracy of any measurement.
-        let near = metric == P50 && cell.median(metric) <= best + 1.0;
-        Some((if near { ratio.min(1.0) } else { ratio }, &*cell.point))
+        Some((judged_ratio(metric, cell.median(metric), best), &*cell.point))
     };
     let mut ratios: Vec<(f64, &str)> = own.filter_map(ratio).filter(|(ratio, _)| !ratio.is_nan()).collect();
     ratios.sort_by(|a, b| a.0.total_cmp(&b.0));
@@ -235,7 +262,7 @@ mod tests {
     #[test]
     fn a_number_gives_the_same_fleet_every_time_and_all_are_within_the_stated_ranges() {
         let mut seen = Vec::new();
-        for number in 1..=FLEETS {
+        for number in 1..=2 * FLEETS {
             let (point, again) = (drawn(number), drawn(number));
             assert_eq!(format!("{:?}", point.scenario), format!("{:?}", again.scenario));
             let servers = point.scenario.servers.len();
