@@ -42,6 +42,7 @@ use crate::wire::load::{Load, Source};
 mod choose;
 mod cooldown;
 mod entry;
+mod noise;
 mod predicted;
 mod probes;
 mod rank;
@@ -52,7 +53,8 @@ pub use choose::Ranking;
 use cooldown::{Cooldown, MAX_COOLDOWNS, REFUSAL_WEIGHT};
 pub use entry::Candidate;
 use entry::{Entry, UNKNOWN};
-use predicted::{ERROR_WEIGHT, MAX_ERROR, Predicted, Trials, error_between};
+use noise::Noise;
+use predicted::{Predicted, Trials};
 use probes::{Clock, GROWING_MS};
 use rank::{Order, Scored, Theta, lowest_with_slow_start};
 use reuse::{reuse_budget, round_randomly};
@@ -148,8 +150,7 @@ pub struct PoolState {
     /// Number of picks so far, wrapping.
     picks: u16,
     remove_credit: f32,
-    /// Mean square error of the reported base latencies, relative to the latency, 0 to [`MAX_ERROR`].
-    noise: f32,
+    noise: Noise,
     trials: Trials,
     /// Moving averages per pick.
     reports_per_pick: f32,
@@ -220,7 +221,7 @@ impl PoolState {
     /// Like [`Self::pick`], by predicted latency.
     pub fn pick_predicted<G: Rng>(&mut self, settings: &PoolSettings, now: Micros, rng: &mut G) -> Pick {
         let probes = self.begin_pick(settings, now.stamp());
-        let rule = Predicted::over(self.entries(), self.picks, self.noise, now.stamp());
+        let rule = Predicted::over(self.entries(), self.picks, &self.noise, now.stamp());
         let mut trials = self.trials;
         let tried = rule.trial(self.entries(), &mut trials, rng);
         self.trials = trials;
@@ -408,8 +409,8 @@ impl PoolState {
         let placement = known.filter(|known| self.newer(known, &placement)).unwrap_or(placement);
         self.trials.reported(endpoint, load.capacity);
         let entry = Entry::new(settings, endpoint, load, placement, stamp);
-        if let Some(error) = old.and_then(|old| error_between(&old, &entry)) {
-            self.noise += (error - self.noise) * ERROR_WEIGHT;
+        if let Some(old) = old {
+            self.noise.reported(&old, &entry);
         }
         if load.source == Source::Probe || !settings.theta_of_probes {
             self.remember_rif(settings, stamp, entry.load());
@@ -674,7 +675,7 @@ impl Clone for PoolState {
 }
 
 impl Blob for PoolState {
-    const TAG: Tag = Tag::of_release(0x7072_6571, 12); // "preq"
+    const TAG: Tag = Tag::of_release(0x7072_6571, 13); // "preq"
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
         let mut state = Self::zeroed();
@@ -696,7 +697,7 @@ impl Blob for PoolState {
             && state.reports_since_pick <= MAX_RATE
             && state.new_since_pick <= MAX_RATE
             && state.ejections <= 1
-            && (0.0..=MAX_ERROR).contains(&state.noise)
+            && state.noise.is_sound()
             && state.trials.is_sound()
             && state.clock.is_sound();
         if !finite || !bounded || !state.entries().iter().all(Entry::is_sound) {

@@ -5,25 +5,21 @@
 
 use rand::Rng;
 
+use super::noise::Noise;
 use super::rank::Order;
 use super::{Branch, Entry, MAX_POOL, UNKNOWN};
 use crate::client::members::Placement;
 use crate::client::sync_mode::Answer;
-use crate::shared::capacity::{Capacity, FADES_US};
+use crate::shared::capacity::Capacity;
 use crate::shared::endpoint::Endpoint;
 use crate::shared::time::Stamp;
 
-/// Entries within this factor of the lowest cost count as equal; the error of the estimates widens it
-/// ([`error_between`]). With a narrow band, a replica that has recovered would never get its traffic back: it looks
+/// Entries within this factor of the lowest cost count as equal; the error of the estimates widens it ([`Noise`]). With a narrow band, a replica that has recovered would never get its traffic back: it looks
 /// slow, so it gets no requests, so it keeps looking slow.
 const BAND: f32 = 1.35;
 /// The same factor where weights differ. Noise must not decide then, and RIF relative to the weight keeps queues
 /// balanced.
 const WEIGHTED_BAND: f32 = 2.0;
-/// Weight of a new value in the moving average of errors: the average covers some 256 reports.
-pub(super) const ERROR_WEIGHT: f32 = 1.0 / 256.0;
-/// Maximum mean square error that two reports can show. A larger difference is a real change, not noise.
-pub(super) const MAX_ERROR: f32 = 1.0;
 /// A home of the request's hint gets the request up to this cost, in multiples of the lowest. Beyond the knee, a cost
 /// of 2 means 1.4 times as many requests in flight. Unless homes get most of their requests, no replica keeps the data.
 /// With 4, caches are hit slightly more often, but the longest waits are 1.5 times as long.
@@ -83,13 +79,13 @@ pub(super) struct Predicted {
 }
 
 impl Predicted {
-    /// The rule for `entries`, whose base latencies have the mean square error `noise`, relative to the latency.
-    pub(super) fn over(entries: &[Entry], picks: u16, noise: f32, now: Stamp) -> Self {
+    /// The rule for `entries`, whose base latencies have the error `noise`.
+    pub(super) fn over(entries: &[Entry], picks: u16, noise: &Noise, now: Stamp) -> Self {
         let summary = Summary::of(entries);
         let mut rule = Self {
             unknown_us: summary.usual_base_us(entries),
             lowest: f32::MAX,
-            band: if summary.uneven { WEIGHTED_BAND } else { BAND * (1.0 + noise.sqrt()) },
+            band: if summary.uneven { WEIGHTED_BAND } else { BAND * (1.0 + noise.error()) },
             weighted_knee: None,
             usual_knee: summary.usual_knee(entries),
             least_us: summary.least_base_us(entries),
@@ -296,21 +292,6 @@ impl Order for AtHome<'_> {
     fn latency_us(&self, entry: &Entry) -> Option<u32> {
         self.rule.latency_us(entry)
     }
-}
-
-/// Returns the mean square error of a replica's base latency, relative to the latency, as its two successive reports
-/// show it; `None` if one of them has no base latency.
-///
-/// Where requests are few and differ, equal replicas report different latencies by chance, and all clients would prefer
-/// the lucky ones. Estimates fade with the time constant τ ([`FADES_US`]), so if the replica is the same, the mean square
-/// difference of two estimates that are t apart is twice their variance times 1 − exp(−t/τ). t / (t + τ) is nearly the
-/// same and cheaper.
-pub(super) fn error_between(old: &Entry, new: &Entry) -> Option<f32> {
-    let (before, after) = (old.capacity()?.base_us as f32, new.capacity()?.base_us as f32);
-    let elapsed = new.received.distance_ms(old.received).max(1) as f32;
-    let change = 2.0 * (after - before) / (after + before).max(1.0);
-    let error = change * change / 2.0 * (elapsed + FADES_US as f32 / 1e3) / elapsed;
-    Some(if error < MAX_ERROR { error } else { MAX_ERROR })
 }
 
 /// Facts that show whether a pick needs a median. Most picks need none.

@@ -260,7 +260,8 @@ impl<'a> Worker<'a> {
         let mut state = self.seat.step();
         state.compare();
         state.read.retain(|(id, _)| *id != self.seat.id);
-        state.now += self.rng.random_range(7..15);
+        // With longer steps, probes may go unanswered for a second, and probing would pause.
+        state.now += self.rng.random_range(5..12);
         (state.now, state.truth.written[self.seat.id], self.balancer.counters().0.borrow().len())
     }
 
