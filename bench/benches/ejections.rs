@@ -1,5 +1,5 @@
-//! Measures the cost of a request while replicas are ejected: the pick and its response, through a balancer whose values
-//! are bytes in shared data. Goal: with 1000 ejected replicas, no more than 1.2 times the cost with none.
+//! Measures the cost of a request while replicas are ejected: the pick and its response, through a balancer whose
+//! values are bytes in shared data. Goal: with 1000 ejected replicas, no more than 1.2 times the cost with none.
 
 mod served;
 

@@ -1,6 +1,6 @@
-//! Measures the cost of the membership by fleet size. Goals with 1000 replicas: 1 µs for a request that Envoy placed and
-//! for a sample of Envoy's policy, both including the sharing between workers; 100 µs for a tick, which a worker has
-//! four times a second.
+//! Measures the cost of the membership by fleet size. Goals with 1000 replicas: 1 µs for a request that Envoy placed
+//! and for a sample of Envoy's policy, both including the sharing between workers; 100 µs for a tick, which a worker
+//! has four times a second.
 
 use std::cell::{Cell, RefCell};
 use std::hint::black_box;

@@ -24,11 +24,13 @@ pub(crate) enum Arm {
     Prequal,
     /// The native module as shipped.
     Native,
-    /// The filter in synchronous mode: probes this many replicas per request, with a hint derived from the request's key.
+    /// The filter in synchronous mode: probes this many replicas per request, with a hint derived from the request's
+    /// key.
     Hinted(u8),
     /// The filter with `profile: inference`. Requests lack the header of its hint, so there is no hint.
     Inference,
-    /// The filter with `profile: inference` and a hint derived from the request's key; probes this many replicas per request.
+    /// The filter with `profile: inference` and a hint derived from the request's key; probes this many replicas per
+    /// request.
     InferenceHinted(u8),
     /// The filter with another selection rule, given by its name in the configuration.
     Rule(&'static str),

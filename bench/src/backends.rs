@@ -1,9 +1,9 @@
 //! The replicas of every benchmark, in one child process so that their CPU time is counted separately.
 //!
-//! This file defines what a replica can be ([`ReplicaSpec`], [`Change`]); `backends/replica.rs` implements its behaviour.
-//! Parent and child communicate over the child's standard streams, one JSON line per message: first the whole
-//! [`Fleet`], then one [`Change`] at a time. The child ends when its standard input is closed, so also when the parent
-//! is killed.
+//! This file defines what a replica can be ([`ReplicaSpec`], [`Change`]); `backends/replica.rs` implements its
+//! behaviour. Parent and child communicate over the child's standard streams, one JSON line per message: first the
+//! whole [`Fleet`], then one [`Change`] at a time. The child ends when its standard input is closed, so also when the
+//! parent is killed.
 
 mod clock;
 mod engine;
@@ -69,13 +69,14 @@ pub(crate) enum Service {
     Cpu { us: u64 },
     /// Sleeps `hit_ms` if the request's key is among the `entries` keys used last, else `miss_ms`.
     Cache { entries: usize, hit_ms: u64, miss_ms: u64 },
-    /// Serves `slots` requests at a time, each for a time drawn from a seeded generator. Any number of requests can wait,
-    /// and they are served in order of arrival. Accurate to about 0.1 ms; a late reply does not delay other requests.
+    /// Serves `slots` requests at a time, each for a time drawn from a seeded generator. Any number of requests can
+    /// wait, and they are served in order of arrival. Accurate to about 0.1 ms; a late reply does not delay other
+    /// requests.
     Queue { slots: usize, times: Times },
     /// Serves requests by continuous batching and streams the answers. Cannot be changed at run time.
     Inference { engine: EngineSpec, answers: Answers },
-    /// Answers at once with almost no CPU time and a made-up load report: the cheapest upstream that the filter accepts.
-    /// Cannot be changed at run time.
+    /// Answers at once with almost no CPU time and a made-up load report: the cheapest upstream that the filter
+    /// accepts. Cannot be changed at run time.
     Trivial,
 }
 

@@ -1,8 +1,8 @@
 //! The closed-loop generator: each connection sends its next request as soon as the previous one is answered.
 //!
-//! It saturates its target, which is how throughput and CPU time per request are measured. Its latencies hide queueing and
-//! say nothing about tails; for those see `load`. To leave the CPU to what is measured, it parses only the status and
-//! length of an answer.
+//! It saturates its target, which is how throughput and CPU time per request are measured. Its latencies hide queueing
+//! and say nothing about tails; for those see `load`. To leave the CPU to what is measured, it parses only the status
+//! and length of an answer.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -29,8 +29,8 @@ pub(crate) struct Round {
     pub(crate) median_us: f64,
 }
 
-/// Runs one round of GETs against `target`; each connection repeats one of `paths`, in turn. `cpu` returns the CPU time so
-/// far of the processes under measurement.
+/// Runs one round of GETs against `target`; each connection repeats one of `paths`, in turn. `cpu` returns the CPU time
+/// so far of the processes under measurement.
 ///
 /// # Errors
 /// If any answer is not a 200 with a length: a number that includes errors would be meaningless.

@@ -1,7 +1,8 @@
 //! Measures how far a synchronous request overshoots its deadline if no agent answers: Envoy's timers are coarse.
 //!
-//! Replicas serve at once but let every probe hang. The overshoot is judged by the filter's own histogram of waits, which
-//! end when the filter decides. The client's excess over the deadline also includes Envoy, the replica and the generator.
+//! Replicas serve at once but let every probe hang. The overshoot is judged by the filter's own histogram of waits,
+//! which end when the filter decides. The client's excess over the deadline also includes Envoy, the replica and the
+//! generator.
 
 use std::net::SocketAddr;
 use std::time::Duration;

@@ -1,8 +1,8 @@
 //! The processes of one run: replicas, an agent before each, and the Envoys that share them, or other load balancers in
 //! their place.
 //!
-//! Every arm has the agents in the path and the same Envoy configuration, the shipped one without its retries. A baseline
-//! lacks only Prequal's filters and probe cluster. Dropping a [`Deployment`] ends all its processes.
+//! Every arm has the agents in the path and the same Envoy configuration, the shipped one without its retries. A
+//! baseline lacks only Prequal's filters and probe cluster. Dropping a [`Deployment`] ends all its processes.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -257,8 +257,8 @@ pub(crate) fn start_agents(upstreams: &[SocketAddr], args: &[String]) -> Result<
     upstreams.iter().map(|upstream| Agent::start_with(*upstream, &agent_options(args))).collect()
 }
 
-/// Starts several Envoys, a few at a time: compiling the module takes most of the time, and an Envoy that gets too little
-/// of the CPU would exceed its time to start.
+/// Starts several Envoys, a few at a time: compiling the module takes most of the time, and an Envoy that gets too
+/// little of the CPU would exceed its time to start.
 pub(crate) fn start_envoys(configs: Vec<EnvoyConfig>) -> Result<Vec<Envoy>> {
     let at_a_time = 2 * cores();
     let mut envoys = Vec::with_capacity(configs.len());

@@ -70,7 +70,8 @@ pub(crate) struct Limit {
     pub(crate) name: &'static str,
     pub(crate) q: f64,
     pub(crate) times: f64,
-    /// An absolute excess of up to this is also accepted: for short times, the machine's noise exceeds the relative limit.
+    /// An absolute excess of up to this is also accepted: for short times, the machine's noise exceeds the relative
+    /// limit.
     pub(crate) or_more_ms: Option<f64>,
 }
 

@@ -1,9 +1,9 @@
 //! The open-loop generator: requests are due at instants fixed in advance, regardless of what happened to earlier ones.
 //!
-//! Latency is measured from the instant at which a request was *due*, so a stall of the generator, of Envoy or of a replica
-//! shows in every request that it delayed. The generator's own lateness is recorded with each sample. Requests go to the
-//! targets in rotation or at random ([`Spread`]), over as many keep-alive HTTP/1.1 connections as are needed. `stats`
-//! turns the samples into figures.
+//! Latency is measured from the instant at which a request was *due*, so a stall of the generator, of Envoy or of a
+//! replica shows in every request that it delayed. The generator's own lateness is recorded with each sample. Requests
+//! go to the targets in rotation or at random ([`Spread`]), over as many keep-alive HTTP/1.1 connections as are needed.
+//! `stats` turns the samples into figures.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -60,7 +60,8 @@ impl Arrivals {
     }
 }
 
-/// Keys of requests from 1 to `count`, distributed by Zipf's law: the k-th has a probability proportional to k^-exponent.
+/// Keys of requests from 1 to `count`, distributed by Zipf's law: the k-th has a probability proportional to
+/// k^-exponent.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Keys {
     pub(crate) count: u32,

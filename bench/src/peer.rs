@@ -1,8 +1,8 @@
 //! Other load balancers in Envoy's place: what they are, and one of them as running processes.
 //!
-//! Every peer forwards HTTP/1.1 over connections that stay open, on as many threads or workers as Envoy has, without retries,
-//! health checks or an access log, and with limits so high that it refuses nothing. The files in `peer/` hold one
-//! configuration each.
+//! Every peer forwards HTTP/1.1 over connections that stay open, on as many threads or workers as Envoy has, without
+//! retries, health checks or an access log, and with limits so high that it refuses nothing. The files in `peer/` hold
+//! one configuration each.
 
 mod caddy;
 mod haproxy;

@@ -1,8 +1,8 @@
 //! Network and service together: the demo's Envoy and agents over a fabric of four paths, two of which go bad.
 //!
 //! Load and Envoy are in namespace `h1` ([`Client`]), agents and backends in `h2` ([`Servers`]), each group in its own
-//! process. There are two kinds of trouble: two paths silently lose every packet, or two paths are slow and mark packets.
-//! The arms of each differ only in the mechanisms that may repath; [`Repathing`] describes them.
+//! process. There are two kinds of trouble: two paths silently lose every packet, or two paths are slow and mark
+//! packets. The arms of each differ only in the mechanisms that may repath; [`Repathing`] describes them.
 
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::net::SocketAddr;

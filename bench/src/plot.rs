@@ -1,7 +1,7 @@
 //! The percentile plot: latency over quantile, both axes logarithmic, one panel per topology.
 //!
-//! The horizontal axis stretches the tail: 99 %, 99.9 % and 99.99 % are equally spaced. SVG only, so that no font library
-//! is needed.
+//! The horizontal axis stretches the tail: 99 %, 99.9 % and 99.99 % are equally spaced. SVG only, so that no font
+//! library is needed.
 
 use std::path::Path;
 

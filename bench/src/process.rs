@@ -39,8 +39,8 @@ pub(crate) fn tree(root: u32) -> Result<Vec<u32>> {
     Ok(pids)
 }
 
-/// Number of cores that this process may use, as of the first call. [`pin`] does not change it, although the system then
-/// counts only the cores to which this process is bound.
+/// Number of cores that this process may use, as of the first call. [`pin`] does not change it, although the system
+/// then counts only the cores to which this process is bound.
 pub(crate) fn cores() -> usize {
     static CORES: OnceLock<usize> = OnceLock::new();
     *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))

@@ -1,8 +1,8 @@
 //! The definition of an end-to-end comparison as data, and one run of it.
 //!
-//! Each run starts its own processes, so that no state leaks from one arm to the next; latency is measured from the instant
-//! at which a request was due. A run has up to three parts: the part before the judged one, while policies still learn; the
-//! judged part; and, if a replica heals, the time in which its traffic must come back.
+//! Each run starts its own processes, so that no state leaks from one arm to the next; latency is measured from the
+//! instant at which a request was due. A run has up to three parts: the part before the judged one, while policies
+//! still learn; the judged part; and, if a replica heals, the time in which its traffic must come back.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -50,7 +50,8 @@ pub(crate) struct Scenario {
 pub(crate) enum Load {
     /// At instants fixed in advance, over all Envoys together.
     Open { arrivals: Arrivals, keys: Option<Keys>, spread: Spread },
-    /// Each of `connections` connections sends its next request as soon as the previous one is answered, through one Envoy.
+    /// Each of `connections` connections sends its next request as soon as the previous one is answered, through one
+    /// Envoy.
     Closed { connections: usize },
 }
 

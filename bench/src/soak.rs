@@ -1,8 +1,8 @@
-//! Sends millions of requests through the shipped configuration, with failures of every kind mixed in, and checks memory,
-//! counters and connections afterwards.
+//! Sends millions of requests through the shipped configuration, with failures of every kind mixed in, and checks
+//! memory, counters and connections afterwards.
 //!
-//! This file sends the requests and judges the result. It does not measure latency; `cargo xtask bench e2e` does. The kinds
-//! of requests and their expected outcomes are in `soak/kinds.rs`, memory over time in `soak/memory.rs`.
+//! This file sends the requests and judges the result. It does not measure latency; `cargo xtask bench e2e` does. The
+//! kinds of requests and their expected outcomes are in `soak/kinds.rs`, memory over time in `soak/memory.rs`.
 
 mod kinds;
 mod memory;
@@ -177,8 +177,8 @@ fn judge_memory(samples: &[(String, Samples)]) -> bool {
     judged.fold(true, |reached, flat| reached & flat)
 }
 
-/// Checks that nothing is in flight and that all counters balance. Polls, because the last requests still have to end, and
-/// because replicas that hung stay ejected until requests to them have been answered.
+/// Checks that nothing is in flight and that all counters balance. Polls, because the last requests still have to end,
+/// and because replicas that hung stay ejected until requests to them have been answered.
 fn judge_rest(bed: &Bed, mut sent: u64, given_up: u64) -> Result<bool> {
     let started = Instant::now();
     let wrong = loop {
@@ -277,8 +277,8 @@ fn gauge(agent: &Agent, name: &str) -> Result<u64> {
 /// HTTP/2 connections that an agent may open to its backend (`--max-upstream-connections`).
 const HTTP2_CONNECTIONS: usize = 16;
 
-/// Checks that no connection to an agent is left once Envoy is gone, by the system's count and by the agents' own. Agents
-/// keep idle connections to their backends: at most `at_once` over HTTP/1.1, and a few over HTTP/2.
+/// Checks that no connection to an agent is left once Envoy is gone, by the system's count and by the agents' own.
+/// Agents keep idle connections to their backends: at most `at_once` over HTTP/1.1, and a few over HTTP/2.
 fn judge_connections(bed: Bed, at_once: usize) -> Result<bool> {
     let Bed { backends, agents, envoy } = bed;
     drop(envoy);

@@ -1,8 +1,8 @@
 //! The samples of one run, reduced to the figures that are compared.
 //!
-//! Quantiles are taken from the sorted samples instead of a histogram: a run has only tens of thousands of them. A failed
-//! request ranks above every answered one, so that failing early can never improve a tail. `load` and `closed` collect the
-//! samples.
+//! Quantiles are taken from the sorted samples instead of a histogram: a run has only tens of thousands of them. A
+//! failed request ranks above every answered one, so that failing early can never improve a tail. `load` and `closed`
+//! collect the samples.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

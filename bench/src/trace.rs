@@ -1,4 +1,5 @@
-//! Replays a trace of a real inference service against replicas with continuous batching, under Envoy's policies and ours.
+//! Replays a trace of a real inference service against replicas with continuous batching, under Envoy's policies and
+//! ours.
 //!
 //! Arrivals and sizes are real (`trace/dataset.rs`); sessions are drawn, and service times come from a model of an
 //! engine (`backends/engine.rs`). To measure enough requests, everything in the trace and in the engine runs
@@ -6,8 +7,8 @@
 //! speed, so their times weigh more. In addition, a *speed-up* shortens the gaps between the arrivals, and so
 //! multiplies the load.
 //!
-//! All policies of a pass get the same requests. Each pass replays the next part of the trace, and quantiles are taken over
-//! the requests of all passes. This file has the runs; `trace/policy.rs` compares them.
+//! All policies of a pass get the same requests. Each pass replays the next part of the trace, and quantiles are taken
+//! over the requests of all passes. This file has the runs; `trace/policy.rs` compares them.
 
 mod dataset;
 mod figures;

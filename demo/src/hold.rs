@@ -1,7 +1,7 @@
 //! The container that owns a replica's network namespace, as the pause container of a pod does.
 //!
-//! A container that joined the namespace of another one stays in the old namespace when the other is restarted. Therefore
-//! neither the service nor the agent, which are both killed in this demo, may own it.
+//! A container that joined the namespace of another one stays in the old namespace when the other is restarted.
+//! Therefore neither the service nor the agent, which are both killed in this demo, may own it.
 
 use anyhow::Result;
 

@@ -1,7 +1,7 @@
 //! The load generator: open loop, half of the requests through each Envoy.
 //!
-//! Requests are due at fixed instants, regardless of what happened to earlier ones. Latency is measured from the due time,
-//! so that a stall anywhere shows in every request that it delayed. The generator stops by itself.
+//! Requests are due at fixed instants, regardless of what happened to earlier ones. Latency is measured from the due
+//! time, so that a stall anywhere shows in every request that it delayed. The generator stops by itself.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};

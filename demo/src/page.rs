@@ -1,8 +1,8 @@
 //! The live page: collects data once a second, serves it, and switches faults.
 //!
-//! It sends requests to programs, but never to the container engine. Orders that only the engine can carry out wait here
-//! until `cargo xtask` on the host fetches them. A browser on another site cannot switch anything: an order needs a header
-//! that forms cannot send, and a `Host` that names this machine.
+//! It sends requests to programs, but never to the container engine. Orders that only the engine can carry out wait
+//! here until `cargo xtask` on the host fetches them. A browser on another site cannot switch anything: an order needs
+//! a header that forms cannot send, and a `Host` that names this machine.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;

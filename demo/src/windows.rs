@@ -1,8 +1,8 @@
 //! Sliding windows over the load generator's results: pure, so that the numbers on the page can be tested.
 //!
-//! A request belongs to the second in which it *ended*, because its outcome is unknown before. A window is the [`WINDOW`]
-//! whole seconds that end with its second. A failed request counts as at least [`FAILED_US`], so failing early never
-//! improves a tail.
+//! A request belongs to the second in which it *ended*, because its outcome is unknown before. A window is the
+//! [`WINDOW`] whole seconds that end with its second. A failed request counts as at least [`FAILED_US`], so failing
+//! early never improves a tail.
 
 use std::collections::VecDeque;
 
@@ -69,7 +69,8 @@ impl Windows {
         Self { seconds: VecDeque::new(), first: 0, ok: 0, failed: 0 }
     }
 
-    /// Records a request that ended in `second`. If that second is no longer kept, the request counts only in the totals.
+    /// Records a request that ended in `second`. If that second is no longer kept, the request counts only in the
+    /// totals.
     pub(crate) fn record(&mut self, second: u64, outcome: Outcome) {
         if outcome.ok {
             self.ok += 1;

@@ -1,9 +1,9 @@
 //! Finds circles of files (dependency cycles): of two sibling modules, at most one may use the other.
 //!
-//! A module *uses* another when its code names an item that the other defines, by `use` or by path, through any number of
-//! re-exports. Declaring a module does not count as a use, nor does re-exporting its items (`pub use`). Tests
-//! (`#[cfg(test)]`) and method calls do not count either. A module includes everything inside it: if `pool/choose.rs` uses
-//! `sync`, then `pool` uses `sync`. Code inside a module may use what the module itself defines.
+//! A module *uses* another when its code names an item that the other defines, by `use` or by path, through any number
+//! of re-exports. Declaring a module does not count as a use, nor does re-exporting its items (`pub use`). Tests
+//! (`#[cfg(test)]`) and method calls do not count either. A module includes everything inside it: if `pool/choose.rs`
+//! uses `sync`, then `pool` uses `sync`. Code inside a module may use what the module itself defines.
 //!
 //! A *circle* is a set of modules inside one parent module in which each module reaches every other through uses.
 
@@ -129,8 +129,8 @@ impl Sources {
         Ok(number)
     }
 
-    /// The module that defines `path` (as written in `module`), and the item's name. `None` if that is another crate, or if
-    /// the path does not name an item.
+    /// The module that defines `path` (as written in `module`), and the item's name. `None` if that is another crate,
+    /// or if the path does not name an item.
     fn resolve(&self, module: usize, path: &[String], steps: u8) -> Option<(usize, String)> {
         // Re-exports can form a loop.
         let steps = steps.checked_sub(1)?;

@@ -1,5 +1,5 @@
-//! Removes exports from a WebAssembly module, because Envoy calls every callback that a module exports, even those that do
-//! nothing. The code behind them stays in the module. `toolchain.rs` decides which exports are removed.
+//! Removes exports from a WebAssembly module, because Envoy calls every callback that a module exports, even those that
+//! do nothing. The code behind them stays in the module. `toolchain.rs` decides which exports are removed.
 
 use anyhow::{Context as _, Result, ensure};
 

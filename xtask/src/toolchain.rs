@@ -1,5 +1,5 @@
-//! The compiler for the `.wasm`: the machine's own with `wasm32-wasip1`, or Debian's `rustc-web` if that standard library
-//! is not available. Also the compiler for Linux programs of another architecture, chosen in the same way.
+//! The compiler for the `.wasm`: the machine's own with `wasm32-wasip1`, or Debian's `rustc-web` if that standard
+//! library is not available. Also the compiler for Linux programs of another architecture, chosen in the same way.
 //!
 //! `rustup target add` downloads from a host that some networks (CI among them) block. Debian ships a compiler with the
 //! library's source. It is unpacked into `target/toolchain/`, never installed, and builds `wasm32-unknown-unknown` with
@@ -101,8 +101,8 @@ impl Toolchain {
         self.build_filter_of(workspace::root(), &self.target_dir(), features)
     }
 
-    /// Like [`Self::build_filter`], from the sources in `root` into `target_dir`. With the native compiler the bytes depend
-    /// on neither folder.
+    /// Like [`Self::build_filter`], from the sources in `root` into `target_dir`. With the native compiler the bytes
+    /// depend on neither folder.
     pub(crate) fn build_filter_of(&self, root: &Path, target_dir: &Path, features: &str) -> Result<PathBuf> {
         let mut command = run::cargo();
         command.current_dir(root);
@@ -270,12 +270,12 @@ fn has_target(target: &str) -> bool {
         .any(|entry| entry.is_ok_and(|e| e.file_name().to_string_lossy().starts_with("libstd-")))
 }
 
-/// Callbacks in which the filter has nothing to do. The SDK exports all callbacks, Envoy calls those that are exported, and
-/// a call for every request has a cost (`docs/results/performance.md`).
+/// Callbacks in which the filter has nothing to do. The SDK exports all callbacks, Envoy calls those that are exported,
+/// and a call for every request has a cost (`docs/results/performance.md`).
 const IDLE_CALLBACKS: [&str; 2] = ["proxy_on_done", "proxy_on_log"];
 
-/// Sets target and flags so that the build contains no path of this machine: panics name their source file, and those of
-/// dependencies are in the user's cargo folder.
+/// Sets target and flags so that the build contains no path of this machine: panics name their source file, and those
+/// of dependencies are in the user's cargo folder.
 fn reproducible(command: &mut Command, target: &str, flags: &[&str]) -> Result<()> {
     let home = std::env::var_os("CARGO_HOME")
         .map(PathBuf::from)
@@ -293,7 +293,8 @@ fn reproducible(command: &mut Command, target: &str, flags: &[&str]) -> Result<(
     Ok(())
 }
 
-/// Where rustup puts the source of the standard library, and the name that its files have in a build without that source.
+/// Where rustup puts the source of the standard library, and the name that its files have in a build without that
+/// source.
 fn library_source() -> Result<(PathBuf, String)> {
     let sysroot = run::output(run::tool("rustc").args(["--print", "sysroot"]))?;
     let about = run::output(run::tool("rustc").arg("-vV"))?;

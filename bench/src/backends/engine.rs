@@ -137,7 +137,8 @@ impl Engine {
         fits
     }
 
-    /// Begins an iteration: admits what fits, and returns how long the iteration takes. `None` if there is nothing to do.
+    /// Begins an iteration: admits what fits, and returns how long the iteration takes. `None` if there is nothing to
+    /// do.
     pub(super) fn begin(&mut self) -> Option<Duration> {
         let prefill = self.admit();
         if self.running.is_empty() {

@@ -193,9 +193,9 @@ struct Behaviour {
 
 /// The instants at which the slots become free.
 ///
-/// Service times are drawn on arrival, so the end of every queued request is known in advance. A slot becomes free when its
-/// request should have been answered, not when this busy machine actually answered it. Otherwise lateness would accumulate
-/// and raise the load above the scenario's.
+/// Service times are drawn on arrival, so the end of every queued request is known in advance. A slot becomes free when
+/// its request should have been answered, not when this busy machine actually answered it. Otherwise lateness would
+/// accumulate and raise the load above the scenario's.
 #[derive(Default)]
 struct Queue(BinaryHeap<Reverse<Instant>>);
 

@@ -1,7 +1,7 @@
 //! Work that uses CPU time, at a limited speed.
 //!
-//! A piece of work alternates between a slice of CPU time and a pause, so that it never gets more than a given share of a
-//! core. If the kernel withholds CPU time, slices come late and the work takes longer.
+//! A piece of work alternates between a slice of CPU time and a pause, so that it never gets more than a given share of
+//! a core. If the kernel withholds CPU time, slices come late and the work takes longer.
 
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::hint::black_box;

@@ -1,8 +1,8 @@
 //! Control groups of the kernel's CPU controller, in version 1 or version 2 of its interface.
 //!
-//! Version 1 has weights from 2 to 262144 in `cpu.shares` (default 1024) and the quota in two files. Version 2 has weights
-//! from 1 to 10000 in `cpu.weight` (default 100), quota and period in `cpu.max`, and passes a controller on to the groups
-//! below only if `cgroup.subtree_control` says so.
+//! Version 1 has weights from 2 to 262144 in `cpu.shares` (default 1024) and the quota in two files. Version 2 has
+//! weights from 1 to 10000 in `cpu.weight` (default 100), quota and period in `cpu.max`, and passes a controller on to
+//! the groups below only if `cgroup.subtree_control` says so.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,8 +1,8 @@
 //! The machines of the model: each is a cgroup with a quota, in which a replica and an antagonist compete by weight.
 //!
-//! While its antagonist is quiet, a replica can use more than its allocation. However busy the antagonist is, the kernel
-//! leaves the replica its allocation. Weights decide only among processes on the same core, so a machine is bound
-//! to one.
+//! While its antagonist is quiet, a replica can use more than its allocation. However busy the antagonist is, the
+//! kernel leaves the replica its allocation. Weights decide only among processes on the same core, so a machine is
+//! bound to one.
 
 use std::net::SocketAddr;
 use std::time::Duration;

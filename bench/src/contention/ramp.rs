@@ -177,8 +177,8 @@ impl CpuReading {
     }
 }
 
-/// Idle and total clock ticks of all cores, from the text of `/proc/stat`. Processes of low priority (`nice`) make way, so
-/// their time counts as idle.
+/// Idle and total clock ticks of all cores, from the text of `/proc/stat`. Processes of low priority (`nice`) make way,
+/// so their time counts as idle.
 fn idle_of(stat: &str) -> Option<(u64, u64)> {
     let fields = stat.lines().next()?.strip_prefix("cpu ")?.split_whitespace();
     // user, nice, system, idle, iowait, irq, softirq, steal; guest time, which follows, is part of user.

@@ -1,8 +1,9 @@
 //! The scale of the model: the paper's testbed (§5) on two cores.
 //!
-//! On the paper's machines a query gets at most one core, and a replica is allocated about 6.4 of them: several queries run
-//! side by side before the allocation is used up. Two cores have no room for this, so a query here gets at most a hundredth
-//! of a core ([`CORE`]), and all amounts of CPU time are a hundredth of the paper's. Wall-clock times are the paper's own.
+//! On the paper's machines a query gets at most one core, and a replica is allocated about 6.4 of them: several queries
+//! run side by side before the allocation is used up. Two cores have no room for this, so a query here gets at most a
+//! hundredth of a core ([`CORE`]), and all amounts of CPU time are a hundredth of the paper's. Wall-clock times are the
+//! paper's own.
 
 use std::time::Duration;
 

@@ -1,8 +1,8 @@
 //! The cost of the filter's steps with cold CPU caches.
 //!
 //! The Envoys share one core, and each gets one request in turn. Between two requests to an Envoy the others use the
-//! caches, as other programs on a shared machine do. Rounds are compared one by one, so that the machine's drift cancels
-//! out. Nothing is judged here. The part `filter` measures the same steps in an Envoy under full load.
+//! caches, as other programs on a shared machine do. Rounds are compared one by one, so that the machine's drift
+//! cancels out. Nothing is judged here. The part `filter` measures the same steps in an Envoy under full load.
 
 use std::time::{Duration, Instant};
 

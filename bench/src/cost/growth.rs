@@ -1,4 +1,5 @@
-//! `growth`: whether the CPU time of a request grows with the fleet, the clusters, the workers, or the requests in flight.
+//! `growth`: whether the CPU time of a request grows with the fleet, the clusters, the workers, or the requests in
+//! flight.
 //!
 //! All sizes of one quantity run side by side and take turns, so that the machine's drift cancels out. Growth is judged
 //! against the smallest size of the same kind; the growth of Envoy without Prequal is shown for comparison.

@@ -1,9 +1,9 @@
 //! The cost of a large fleet: the filter with few replicas and with many, each compared with an Envoy that uses round
 //! robin.
 //!
-//! Three questions: Does a request cost more in the large fleet, net of round robin, which opens as many connections? How
-//! much does the membership cost per second, at a fixed and low request rate? How soon is a new replica known? Request
-//! latency is not measured here.
+//! Three questions: Does a request cost more in the large fleet, net of round robin, which opens as many connections?
+//! How much does the membership cost per second, at a fixed and low request rate? How soon is a new replica known?
+//! Request latency is not measured here.
 
 use std::time::{Duration, Instant};
 

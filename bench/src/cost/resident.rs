@@ -1,8 +1,9 @@
-//! `memory`: the resident memory that workers, clusters and replicas take in an Envoy, with and without Prequal, and that
-//! connections and streams take in an agent.
+//! `memory`: the resident memory that workers, clusters and replicas take in an Envoy, with and without Prequal, and
+//! that connections and streams take in an agent.
 //!
-//! Every figure is read from a new process that has served requests on each of its clusters. What one more worker, cluster
-//! or replica takes is the difference between the largest and the smallest size, divided by the difference of the sizes.
+//! Every figure is read from a new process that has served requests on each of its clusters. What one more worker,
+//! cluster or replica takes is the difference between the largest and the smallest size, divided by the difference of
+//! the sizes.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -80,8 +81,8 @@ struct MemoryQuantity {
     /// The growth is given per this amount.
     unit: f64,
     unit_name: &'static str,
-    /// Goals for the filter and the native module at the smallest size, MiB more than without Prequal; `None` if that size
-    /// is not judged.
+    /// Goals for the filter and the native module at the smallest size, MiB more than without Prequal; `None` if that
+    /// size is not judged.
     smallest_mib: Option<[f64; 2]>,
     /// The same for the growth per unit.
     unit_mib: [f64; 2],

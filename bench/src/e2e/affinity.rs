@@ -1,5 +1,5 @@
-//! Each replica has a cache that is too small for all keys: sending a request to a replica that has its key cached saves
-//! nine tenths of the work.
+//! Each replica has a cache that is too small for all keys: sending a request to a replica that has its key cached
+//! saves nine tenths of the work.
 
 use std::time::Duration;
 

@@ -1,7 +1,7 @@
 //! The replicas use up the CPU, so the CPU time of the filter, its probes and its reports reduces the throughput.
 //!
-//! All processes share the machine, so CPU time spent anywhere lowers the rate. A run with an empty module instead of the
-//! filter shows Envoy's part of that cost.
+//! All processes share the machine, so CPU time spent anywhere lowers the rate. A run with an empty module instead of
+//! the filter shows Envoy's part of that cost.
 
 use std::time::Duration;
 

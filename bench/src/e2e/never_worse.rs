@@ -1,8 +1,8 @@
-//! Fleets without a fault, on which Prequal must not be worse than the best of Envoy's own policies. They have one or two
-//! kinds of replicas, constant or varying service times, and a load that makes requests wait.
+//! Fleets without a fault, on which Prequal must not be worse than the best of Envoy's own policies. They have one or
+//! two kinds of replicas, constant or varying service times, and a load that makes requests wait.
 //!
-//! A replica serves a limited number of requests at a time, and any number may wait. Requests arrive open loop (Poisson),
-//! through one Envoy with two workers or spread over four with one worker each.
+//! A replica serves a limited number of requests at a time, and any number may wait. Requests arrive open loop
+//! (Poisson), through one Envoy with two workers or spread over four with one worker each.
 
 use std::str::FromStr;
 use std::time::Duration;

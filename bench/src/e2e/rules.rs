@@ -11,8 +11,8 @@ use crate::passes::Length;
 use crate::scenario::Scenario;
 use crate::table;
 
-/// Envoy's own policy that uses reports, then the rules that rank reported load, then those that use only the Envoy's own
-/// requests.
+/// Envoy's own policy that uses reports, then the rules that rank reported load, then those that use only the Envoy's
+/// own requests.
 const ARMS: [Arm; 8] = [
     Arm::Cswrr,
     Arm::Rule("hcl"),

@@ -1,16 +1,17 @@
 //! h2load: a closed loop with pacing.
 //!
-//! Each connection has a rate of its own and at most one request in flight. Latency is measured from sending, so a request
-//! that is still running at the next due time hides the wait of the request after it (coordinated omission). Here every
-//! connection sends one request per second, so that this affects only requests that take longer than a second.
+//! Each connection has a rate of its own and at most one request in flight. Latency is measured from sending, so a
+//! request that is still running at the next due time hides the wait of the request after it (coordinated omission).
+//! Here every connection sends one request per second, so that this affects only requests that take longer than a
+//! second.
 //!
-//! Connections keep the phase at which they were opened, so they are opened evenly over the first second. h2load's timers
-//! have a resolution of a millisecond: 500 requests/s are evenly spaced, but 1280 come in groups of five, which wait longer
-//! in busy replicas.
+//! Connections keep the phase at which they were opened, so they are opened evenly over the first second. h2load's
+//! timers have a resolution of a millisecond: 500 requests/s are evenly spaced, but 1280 come in groups of five, which
+//! wait longer in busy replicas.
 //!
-//! Two other ways were tried and do not give a constant rate. A few connections with many requests in flight send bursts,
-//! because h2load looks at its clock every 10 ms. With a script of due times (`--timing-script-file`) every delay of its
-//! timer is added to all later due times, so that 500 requests/s become fewer than 400.
+//! Two other ways were tried and do not give a constant rate. A few connections with many requests in flight send
+//! bursts, because h2load looks at its clock every 10 ms. With a script of due times (`--timing-script-file`) every
+//! delay of its timer is added to all later due times, so that 500 requests/s become fewer than 400.
 
 use std::process::Command;
 use std::time::Duration;

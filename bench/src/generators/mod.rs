@@ -1,9 +1,9 @@
 //! `generators`: checks our load generator, and the claims measured with it, against other load generators.
 //!
-//! Every generator sends the same load to its own deployment, started cold: a constant rate over HTTP/1.1, through one Envoy
-//! with one worker. The same code reduces every generator's record of its requests to quantiles, because the generators' own
-//! summaries are approximate (vegeta's digest, fortio's wide buckets) or have no quantiles (h2load). Each generator's file
-//! says how it paces requests and what follows for its latencies.
+//! Every generator sends the same load to its own deployment, started cold: a constant rate over HTTP/1.1, through one
+//! Envoy with one worker. The same code reduces every generator's record of its requests to quantiles, because the
+//! generators' own summaries are approximate (vegeta's digest, fortio's wide buckets) or have no quantiles (h2load).
+//! Each generator's file says how it paces requests and what follows for its latencies.
 
 mod fortio;
 mod generator;

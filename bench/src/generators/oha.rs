@@ -1,9 +1,9 @@
 //! oha: an open loop, up to its number of connections.
 //!
-//! A queue releases requests at the rate, and any idle connection takes the next one. If all are busy, requests wait in the
-//! queue; with `--latency-correction` latency is measured from the instant at which a request entered it, so nothing is
-//! omitted. There are as many connections as requests per second, so that none waits unless a second of requests is in
-//! flight. The queue's timer has a resolution of a millisecond.
+//! A queue releases requests at the rate, and any idle connection takes the next one. If all are busy, requests wait in
+//! the queue; with `--latency-correction` latency is measured from the instant at which a request entered it, so
+//! nothing is omitted. There are as many connections as requests per second, so that none waits unless a second of
+//! requests is in flight. The queue's timer has a resolution of a millisecond.
 
 use std::process::Command;
 use std::time::Duration;
@@ -25,8 +25,8 @@ pub(super) fn send(order: &Order) -> Result<Vec<Record>> {
     records(&order.read("requests.csv")?, order)
 }
 
-/// Reads the report. It leaves out requests without an answer, so each of the missing ones counts as failed at the end of
-/// the run.
+/// Reads the report. It leaves out requests without an answer, so each of the missing ones counts as failed at the end
+/// of the run.
 fn records(text: &str, order: &Order) -> Result<Vec<Record>> {
     let mut lines = text.lines();
     let header = lines.next().unwrap_or_default();

@@ -30,8 +30,8 @@ use tower::{BoxError, Service};
 
 use super::Setup;
 
-/// Latency that an endpoint without samples is assumed to have, and the time constant of the average: `EWMA_DEFAULT_RTT` and
-/// `EWMA_DECAY` of linkerd2-proxy (`linkerd/app/outbound/src/lib.rs`; later `DEFAULT_EWMA`).
+/// Latency that an endpoint without samples is assumed to have, and the time constant of the average:
+/// `EWMA_DEFAULT_RTT` and `EWMA_DECAY` of linkerd2-proxy (`linkerd/app/outbound/src/lib.rs`; later `DEFAULT_EWMA`).
 const DEFAULT_RTT: Duration = Duration::from_millis(30);
 const DECAY: Duration = Duration::from_secs(10);
 
@@ -175,8 +175,8 @@ impl Service<Request<Incoming>> for Endpoint {
     }
 }
 
-/// Counts a request as pending until the first data of its response, as linkerd2-proxy does (`hyper-balance/src/lib.rs`,
-/// `PendingUntilFirstData`).
+/// Counts a request as pending until the first data of its response, as linkerd2-proxy does
+/// (`hyper-balance/src/lib.rs`, `PendingUntilFirstData`).
 #[derive(Clone)]
 struct UntilFirstData;
 

@@ -1,7 +1,8 @@
 //! The discrete-event engine: one virtual clock, one queue of events, all randomness from seeds.
 //!
-//! Arrivals, work and antagonists have their own random streams, so every policy gets the same trace. Events at the same
-//! nanosecond happen in the order in which they were scheduled, so the same seed gives the same output, byte for byte.
+//! Arrivals, work and antagonists have their own random streams, so every policy gets the same trace. Events at the
+//! same nanosecond happen in the order in which they were scheduled, so the same seed gives the same output, byte for
+//! byte.
 
 use std::collections::{BinaryHeap, VecDeque};
 

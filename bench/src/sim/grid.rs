@@ -1,5 +1,5 @@
-//! Runs the cells of an experiment (point × policy × seed) on as many threads as the machine has cores. Each run is reduced
-//! to its metrics immediately, because samples are large.
+//! Runs the cells of an experiment (point × policy × seed) on as many threads as the machine has cores. Each run is
+//! reduced to its metrics immediately, because samples are large.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};

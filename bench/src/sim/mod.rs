@@ -27,12 +27,12 @@ use anyhow::{Context as _, Result, bail};
 use plans::{Cells, Experiment, NAMES, NOT_IN_CI, RunLength, sources};
 use report::{Report, csv, spread};
 
-/// Runs experiments: prints a table and verdicts, and writes CSV, SVG, and a section of the evaluation with its tables to
-/// `--out`.
+/// Runs experiments: prints a table and verdicts, and writes CSV, SVG, and a section of the evaluation with its tables
+/// to `--out`.
 #[derive(clap::Args)]
 pub(crate) struct Sim {
-    /// Experiments by name. `all` runs every one and then writes docs/results/evaluation.md (not with --quick), `report`
-    /// writes it from the results of earlier runs in --out, `list` lists the names
+    /// Experiments by name. `all` runs every one and then writes docs/results/evaluation.md (not with --quick),
+    /// `report` writes it from the results of earlier runs in --out, `list` lists the names
     #[arg(required = true)]
     experiments: Vec<String>,
     /// Shorter runs, fewer points, one seed: `all` takes up to three minutes. Fails if a goal is missed

@@ -201,8 +201,8 @@ fn c3() -> SimArm {
     SimArm::Prequal(Prequal { rule: Rule::C3 { clients: 1 }, paper_tracker: false, ..paper() })
 }
 
-/// Every rule, with its best settings if it has settings. The paper's rule has Q = 0.75, as in the paper's figure 7. The
-/// floor is last.
+/// Every rule, with its best settings if it has settings. The paper's rule has Q = 0.75, as in the paper's figure 7.
+/// The floor is last.
 fn rules() -> Vec<(String, SimArm)> {
     arms([
         ("Random", SimArm::Random),

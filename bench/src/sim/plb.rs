@@ -1,8 +1,8 @@
 //! `plbsim`: the network experiments of the PLB paper (§5), driving the detector of `plb-netlink`.
 //!
-//! One stage of uplinks is the bottleneck. A flow label selects a path at random, by weight. Queues are fluid. Senders are
-//! DCTCP-like and send their window in chunks of one TSO frame, spread over the round trip. A host's own link only limits
-//! the rate of a sender. Times of figure 13 are scaled down: 1 s here is 2 min there.
+//! One stage of uplinks is the bottleneck. A flow label selects a path at random, by weight. Queues are fluid. Senders
+//! are DCTCP-like and send their window in chunks of one TSO frame, spread over the round trip. A host's own link only
+//! limits the rate of a sender. Times of figure 13 are scaled down: 1 s here is 2 min there.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -19,9 +19,9 @@ use super::plot::{Chart, Line};
 use super::report::{Report, Statement, Verdict, spread};
 use super::server::Nanos;
 
-/// Round trip through both hosts' stacks without queueing, nanoseconds. Chosen to match the paper's row with even weights:
-/// 470 repaths/s, 99.9 % of them from idle, and 5.3 times as long for 1 MB as for 16 kB (here: 540, 99 % and 12 times).
-/// With the fabric's 20 µs alone, the results are 2000 repaths/s, 94 % and 20 times.
+/// Round trip through both hosts' stacks without queueing, nanoseconds. Chosen to match the paper's row with even
+/// weights: 470 repaths/s, 99.9 % of them from idle, and 5.3 times as long for 1 MB as for 16 kB (here: 540, 99 % and
+/// 12 times). With the fabric's 20 µs alone, the results are 2000 repaths/s, 94 % and 20 times.
 const BASE: Nanos = 100_000;
 /// Packets in one TSO frame, and bytes in a packet.
 const TSO: u32 = 16;
@@ -36,8 +36,8 @@ const GAIN: f64 = 1.0 / 16.0;
 /// Packets in a 16 kB and in a 1 MB request.
 const SMALL: u32 = 11;
 const LARGE: u32 = 699;
-/// Growth factor of a window in a round without marks, and maximum window in packets. The maximum corresponds to 15 Gbit/s,
-/// because many connections share a host's link.
+/// Growth factor of a window in a round without marks, and maximum window in packets. The maximum corresponds to 15
+/// Gbit/s, because many connections share a host's link.
 const GROWTH: f64 = 1.5;
 const MAX_WINDOW: f64 = 128.0;
 
@@ -327,7 +327,8 @@ impl Flow {
         } else if self.marked > 0 {
             self.window *= 1.0 - self.alpha / 2.0;
         } else {
-            // Multiplicative growth, fast as in the paper's BBRv2: additive growth alone would take longer than a request.
+            // Multiplicative growth, fast as in the paper's BBRv2: additive growth alone would take longer than a
+            // request.
             self.window *= GROWTH;
         }
         self.window = self.window.clamp(2.0, MAX_WINDOW);

@@ -1,5 +1,5 @@
-//! Line charts over an axis of points, and dot charts that compare lines by name. Each chart is one panel, logarithmic or
-//! linear. SVG only, so that no font library is needed.
+//! Line charts over an axis of points, and dot charts that compare lines by name. Each chart is one panel, logarithmic
+//! or linear. SVG only, so that no font library is needed.
 
 use std::path::Path;
 
@@ -12,8 +12,8 @@ use plotters::prelude::*;
 pub(crate) struct Chart {
     /// The quantity that is drawn.
     pub(crate) title: String,
-    /// The quantity that varies from point to point. Empty if the points do not form an axis: then each line is a row of
-    /// dots, one per point.
+    /// The quantity that varies from point to point. Empty if the points do not form an axis: then each line is a row
+    /// of dots, one per point.
     pub(crate) x_label: String,
     /// Labels of the points, evenly spaced.
     pub(crate) points: Vec<String>,

@@ -87,7 +87,8 @@ impl Report {
         println!();
     }
 
-    /// Writes `<name>.csv`, `<name>.svg`, `<name>.md` (the section of the evaluation) and `<name>-tables.md` into `folder`.
+    /// Writes `<name>.csv`, `<name>.svg`, `<name>.md` (the section of the evaluation) and `<name>-tables.md` into
+    /// `folder`.
     pub(crate) fn write(&self, folder: &Path) -> Result<()> {
         fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
         let put = |ending: &str, text: &str| {

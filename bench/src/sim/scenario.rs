@@ -9,8 +9,8 @@ use crate::load::Keys;
 /// Cores of one server's allocation: 10 % of a machine of 64 hardware threads. With a mean work of 86.7 ms, 0.75x
 /// corresponds to 5.5 k queries/s and 1.74x to 12.9 k; the paper has 5.6 k and 13 k.
 pub(crate) const ALLOCATION: f64 = 6.4;
-/// Mean and standard deviation of the normal distribution of work, milliseconds of one core. Truncated at zero, it gives
-/// p50/p90/p99/p99.9 of 80/182.5/266/327 ms without queueing; the paper's are 80/182/265/325.
+/// Mean and standard deviation of the normal distribution of work, milliseconds of one core. Truncated at zero, it
+/// gives p50/p90/p99/p99.9 of 80/182.5/266/327 ms without queueing; the paper's are 80/182/265/325.
 pub(crate) const WORK_MS: f64 = 80.0;
 
 /// One point of an experiment. Every policy is run on the same one.
@@ -22,7 +22,8 @@ pub(crate) struct SimScenario {
     /// Clients, each with a balancer of its own.
     pub(crate) clients: usize,
     pub(crate) load: SimLoad,
-    /// Queries per second that other clients send to the same servers by round robin. They are not included in any figure.
+    /// Queries per second that other clients send to the same servers by round robin. They are not included in any
+    /// figure.
     pub(crate) others: f64,
     pub(crate) sizes: Sizes,
     /// The keys of queries, if servers have caches.
@@ -131,8 +132,8 @@ pub(crate) enum SimService {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Spare {
     None,
-    /// Antagonists come and go: the spare capacity is max(0, N(mean, sd) + OU) allocations, where the normal part is drawn
-    /// once per machine. A replica above its allocation on a full machine keeps the share `hobbled` of its speed.
+    /// Antagonists come and go: the spare capacity is max(0, N(mean, sd) + OU) allocations, where the normal part is
+    /// drawn once per machine. A replica above its allocation on a full machine keeps the share `hobbled` of its speed.
     Antagonists {
         mean: f64,
         sd: f64,
@@ -249,7 +250,8 @@ mod tests {
             (Sizes::Normal { variation: 1.0 }, [TRUNCATED_MEAN, 1.0, 1.0 + 2.3263]),
             (Sizes::Exponential, [1.0, 2f64.ln(), 100f64.ln()]),
             (Sizes::LogNormal { sigma: 1.0 }, [0.5f64.exp(), 1.0, 2.3263f64.exp()]),
-            // 0.9 of the queries are below 1.5, so the median is at 5/9 of their range and p99 at 9/10 of the other range.
+            // 0.9 of the queries are below 1.5, so the median is at 5/9 of their range and p99 at 9/10 of the other
+            // range.
             (mix, [0.9 + 0.1 * 20.0, 0.5 + 5.0 / 9.0, 10.0 + 0.9 * 20.0]),
             (certain, [0.95 + 0.05 * 80.0, 1.0, 80.0]),
         ] {

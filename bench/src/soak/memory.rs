@@ -4,8 +4,8 @@ use prequal_testbed::{Agent, Envoy};
 
 use crate::process::resident_kib;
 
-/// Maximum growth over the second half that counts as none, in KiB and as a part of the mean: allocators keep and return
-/// pages.
+/// Maximum growth over the second half that counts as none, in KiB and as a part of the mean: allocators keep and
+/// return pages.
 const ALLOWED_KIB: f64 = 1024.0;
 const ALLOWED_PART: f64 = 0.04;
 

@@ -11,8 +11,9 @@ use crate::backends::{EngineSpec, Tokens};
 use crate::load::{Due, Keys, drawer};
 
 const CSV: &str = include_str!("../../data/azure-llm-2023-code.csv");
-/// Every request gets one of these sessions at random, independent of its size. This is an assumption: the trace does not
-/// say which requests belong together. Real sessions come in runs and keep their length, so their prefixes hit more often.
+/// Every request gets one of these sessions at random, independent of its size. This is an assumption: the trace does
+/// not say which requests belong together. Real sessions come in runs and keep their length, so their prefixes hit more
+/// often.
 pub(crate) const SESSIONS: Keys = Keys { count: 256, exponent: 0.8 };
 const SESSIONS_SEED: u64 = 1;
 
@@ -45,7 +46,8 @@ impl Trace {
         Ok(Self { requests, span })
     }
 
-    /// Returns the requests that arrive within `window`, with due times from its start, `times` as fast. The trace repeats.
+    /// Returns the requests that arrive within `window`, with due times from its start, `times` as fast. The trace
+    /// repeats.
     pub(crate) fn part(&self, window: &Range<Duration>, times: f64) -> Vec<Due> {
         let first = window.start.as_millis() / self.span.as_millis();
         let rounds = (first as u32..).map(|round| self.span * round).take_while(|start| *start < window.end);
@@ -65,8 +67,8 @@ fn row(line: &str) -> Result<Due> {
     Ok(Due { target: 0, at: Duration::from_millis(ms.into()), key: None, tokens: Some(tokens) })
 }
 
-/// The engine time that requests take up in full batches without prefix hits, as a share of what `replicas` have: over all
-/// of `length`, and in its busiest part of length `busiest`.
+/// The engine time that requests take up in full batches without prefix hits, as a share of what `replicas` have: over
+/// all of `length`, and in its busiest part of length `busiest`.
 pub(crate) fn load(
     requests: &[Due],
     engine: EngineSpec,

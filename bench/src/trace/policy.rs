@@ -56,7 +56,8 @@ impl PolicyFigures {
         }
     }
 
-    /// Whether so many requests failed that something other than the policy went wrong: a comparison would mean nothing.
+    /// Whether so many requests failed that something other than the policy went wrong: a comparison would mean
+    /// nothing.
     fn broke(&self) -> bool {
         let whole = &self.figures.whole;
         whole.failed as f64 > whole.samples as f64 * BROKEN

@@ -1,7 +1,7 @@
 //! `prequal check`: reports the mistakes that break Prequal in a configuration, each with its cure.
 //!
-//! The checks follow `docs/design/limits.md` and the comments of the shipped configuration. Only Envoy can say whether it
-//! accepts the file at all (`envoy --mode validate`).
+//! The checks follow `docs/design/limits.md` and the comments of the shipped configuration. Only Envoy can say whether
+//! it accepts the file at all (`envoy --mode validate`).
 
 mod at;
 mod balanced;

@@ -1,7 +1,7 @@
 //! `prequal config`: renders a complete Envoy configuration from a few flags or a short YAML file.
 //!
-//! The output is a shipped configuration with addresses, clusters and settings replaced. Those files (one for the filter,
-//! one for the native module) are the only description of what an Envoy with Prequal needs.
+//! The output is a shipped configuration with addresses, clusters and settings replaced. Those files (one for the
+//! filter, one for the native module) are the only description of what an Envoy with Prequal needs.
 
 mod render;
 mod spec;
@@ -18,9 +18,8 @@ use spec::Spec;
 
 /// Render a complete Envoy configuration with Prequal
 ///
-/// Prints the shipped configuration (envoy-configs/static/envoy.yaml, or envoy-native.yaml with --native) with addresses,
-/// clusters and settings replaced.
-/// If there are mistakes, reports all of them at once and renders nothing.
+/// Prints the shipped configuration (envoy-configs/static/envoy.yaml, or envoy-native.yaml with --native) with
+/// addresses, clusters and settings replaced. If there are mistakes, reports all of them at once and renders nothing.
 #[derive(clap::Args)]
 #[command(after_long_help = "\
 Examples:

@@ -17,8 +17,8 @@ use view::View;
 /// Show what Prequal does right now, from the admin interfaces of Envoys and agents
 ///
 /// Shows choices by branch, probes, the pool, ejected replicas, and each replica's share, per second over the last
-/// interval. Reads /stats and /clusters of the admin interface, and changes nothing. With --agent, also shows the replicas'
-/// reports: requests in flight, base latency, and the number of concurrent requests that saturates them.
+/// interval. Reads /stats and /clusters of the admin interface, and changes nothing. With --agent, also shows the
+/// replicas' reports: requests in flight, base latency, and the number of concurrent requests that saturates them.
 #[derive(clap::Args)]
 #[command(after_help = "\
 Keys: q quits; up, down, tab choose the cluster; s sorts replicas by address, share, requests in flight, errors.

@@ -1,6 +1,6 @@
-//! Compares the table of keys (`config::KEYS`), from which `docs/reference/configuration.md` is generated, with the parser:
-//! every key in the table is known and every known key is in the table, the parser enforces the ranges, and leaving a key out
-//! has the stated effect.
+//! Compares the table of keys (`config::KEYS`), from which `docs/reference/configuration.md` is generated, with the
+//! parser: every key in the table is known and every known key is in the table, the parser enforces the ranges, and
+//! leaving a key out has the stated effect.
 
 use std::collections::BTreeSet;
 

@@ -50,9 +50,9 @@ impl Door {
     }
 }
 
-/// Accepts until `stop`. Connections that the system had accepted by then are served too, because closing the listener would
-/// reset them. Serves no more of them than the backlog holds: otherwise, clients that never stop connecting would keep the agent
-/// from draining.
+/// Accepts until `stop`. Connections that the system had accepted by then are served too, because closing the listener
+/// would reset them. Serves no more of them than the backlog holds: otherwise, clients that never stop connecting would
+/// keep the agent from draining.
 pub(crate) async fn accept(
     listener: Listener,
     door: Door,
@@ -84,8 +84,8 @@ pub(crate) async fn accept(
                 if left.is_some() {
                     return;
                 }
-                // Without file descriptors or memory, trying again at once would fail again. A client that left is not a reason
-                // to make the others wait.
+                // Without file descriptors or memory, trying again at once would fail again. A client that left is not
+                // a reason to make the others wait.
                 if !matches!(error.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset)
                 {
                     tokio::select! {

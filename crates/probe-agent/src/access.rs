@@ -1,7 +1,8 @@
-//! The access log: a line on standard output for each request on the service port, once the request is over. Off by default.
+//! The access log: a line on standard output for each request on the service port, once the request is over. Off by
+//! default.
 //!
-//! A separate thread writes the lines, so that a slow reader of standard output does not hold up requests. Lines that the reader
-//! does not take in time are lost, and counted. A terminating agent waits briefly for the remaining lines.
+//! A separate thread writes the lines, so that a slow reader of standard output does not hold up requests. Lines that
+//! the reader does not take in time are lost, and counted. A terminating agent waits briefly for the remaining lines.
 
 use std::net::SocketAddr;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
-//! Reads the load that a backend itself reports in ORCA format. The agent asks for the reports, reads them from responses
-//! and trailers, and hands them to the replica's load. `backend_stream.rs` reads them out of band.
-//! [`prequal_core::wire::orca::backend`] decides which values of a report are kept, and [`prequal_core::wire::orca`] decides
-//! which are passed on.
+//! Reads the load that a backend itself reports in ORCA format. The agent asks for the reports, reads them from
+//! responses and trailers, and hands them to the replica's load. `backend_stream.rs` reads them out of band.
+//! [`prequal_core::wire::orca::backend`] decides which values of a report are kept, and [`prequal_core::wire::orca`]
+//! decides which are passed on.
 
 use std::str::FromStr;
 use std::time::Duration;

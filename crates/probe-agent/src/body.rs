@@ -7,9 +7,9 @@
 //! | dropped before the end (client gone, stream reset) | aborted |
 //! | `text/event-stream`; a gRPC call that turns out to be a stream | streaming |
 //!
-//! A gRPC call is a stream if its response carries more than one message, or stays open for longer than [`GRPC_UNARY_TAIL`] after
-//! the first. Every other call is unary, however long it took. A call that streams its request and gets a single response message
-//! looks unary, and its duration is its latency.
+//! A gRPC call is a stream if its response carries more than one message, or stays open for longer than
+//! [`GRPC_UNARY_TAIL`] after the first. Every other call is unary, however long it took. A call that streams its
+//! request and gets a single response message looks unary, and its duration is its latency.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -84,8 +84,8 @@ impl<B: Body> TrackedBody<B> {
         self.verdict == Outcome::Streaming || self.grpc.is_some()
     }
 
-    /// Returns the request if it is in flight and about to leave: neither a stream nor a large download. Such a request does not
-    /// delay the next one, so reports leave it out.
+    /// Returns the request if it is in flight and about to leave: neither a stream nor a large download. Such a request
+    /// does not delay the next one, so reports leave it out.
     pub fn leaving(&self) -> Option<Visit> {
         let leaves_soon = self.verdict != Outcome::Streaming
             && self.grpc.is_none()

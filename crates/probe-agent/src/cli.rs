@@ -26,7 +26,8 @@ use crate::utilization::Utilization;
 #[derive(Debug, Parser)]
 #[command(name = "probe-agent", version, next_line_help = true)]
 pub struct Cli {
-    /// Listen on this service address: `ip:port` (with port 0, the system chooses), or `unix:/path`, which needs --advertise
+    /// Listen on this service address: `ip:port` (with port 0, the system chooses), or `unix:/path`, which needs
+    /// --advertise
     #[arg(long, value_name = "ADDR", env = "PROBE_AGENT_LISTEN")]
     listen: Listen,
 
@@ -35,13 +36,13 @@ pub struct Cli {
     upstream: Upstream,
 
     /// Serve one more replica in this process: `listen=ADDR,upstream=ADDR`, optionally with `,advertise=IP:PORT` and
-    /// `,probe-listen=IP:PORT`. It counts, reports and answers probes separately. All other settings are those of the first
-    /// replica. Repeat the flag for more replicas; in the environment, separate them with `;`
+    /// `,probe-listen=IP:PORT`. It counts, reports and answers probes separately. All other settings are those of the
+    /// first replica. Repeat the flag for more replicas; in the environment, separate them with `;`
     #[arg(long, value_name = "REPLICA", env = "PROBE_AGENT_REPLICA", value_delimiter = ';')]
     replica: Vec<Another>,
 
-    /// Report this endpoint, exactly as clients' clusters name this replica; default: the local address of the connection, with
-    /// the service port
+    /// Report this endpoint, exactly as clients' clusters name this replica; default: the local address of the
+    /// connection, with the service port
     #[arg(long, value_name = "IP:PORT", env = "PROBE_AGENT_ADVERTISE")]
     advertise: Option<Endpoint>,
 
@@ -53,8 +54,8 @@ pub struct Cli {
     #[arg(long, value_name = "[IP:]PORT", env = "PROBE_AGENT_ADMIN", value_parser = admin_addr)]
     admin: Option<SocketAddr>,
 
-    /// Choose how /readyz checks the backend: `tcp` (it accepts a connection), `http:/path` (it answers 2xx or 3xx), `grpc` or
-    /// `grpc:service` (grpc.health.v1 says SERVING)
+    /// Choose how /readyz checks the backend: `tcp` (it accepts a connection), `http:/path` (it answers 2xx or 3xx),
+    /// `grpc` or `grpc:service` (grpc.health.v1 says SERVING)
     #[arg(long, value_name = "CHECK", default_value = "tcp", env = "PROBE_AGENT_READY_CHECK")]
     ready_check: ReadyCheck,
 
@@ -62,8 +63,8 @@ pub struct Cli {
     #[arg(long, value_enum, default_value = "always", env = "PROBE_AGENT_REPORT")]
     report: Report,
 
-    /// Remember this many query hints (`x-prequal-hint`, about 50 bytes each), 0 (off) to 1000000. The reply to a probe for a
-    /// query that was served here recently reports a tenth of the load (see --hint-divisor)
+    /// Remember this many query hints (`x-prequal-hint`, about 50 bytes each), 0 (off) to 1000000. The reply to a probe
+    /// for a query that was served here recently reports a tenth of the load (see --hint-divisor)
     #[arg(long, value_name = "N", default_value_t = 0, env = "PROBE_AGENT_HINT_CACHE",
           value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     hint_cache: u32,
@@ -96,14 +97,14 @@ pub struct Cli {
     #[arg(long, value_enum, default_value = "all", env = "PROBE_AGENT_ORCA_FOR", requires = "orca")]
     orca_for: OrcaClass,
 
-    /// Answer xds.service.orca.v3.OpenRcaService over HTTP/2, on the service port and the probe port, with at most this many
-    /// streams, 0 (off: the backend gets those calls) to 100000
+    /// Answer xds.service.orca.v3.OpenRcaService over HTTP/2, on the service port and the probe port, with at most this
+    /// many streams, 0 (off: the backend gets those calls) to 100000
     #[arg(long, value_name = "N", default_value_t = 0, env = "PROBE_AGENT_ORCA_STREAMS",
           value_parser = clap::value_parser!(u32).range(0..=100_000))]
     orca_streams: u32,
 
-    /// Number of requests that the backend is meant to serve at once, 1 to 1000000. While the knee is unknown or may be higher,
-    /// ORCA utilisation is relative to this number; default: relative to the knee so far
+    /// Number of requests that the backend is meant to serve at once, 1 to 1000000. While the knee is unknown or may be
+    /// higher, ORCA utilisation is relative to this number; default: relative to the knee so far
     #[arg(long, value_name = "N", env = "PROBE_AGENT_ORCA_LIMIT", value_parser = requests)]
     orca_limit: Option<NonZeroU32>,
 
@@ -117,8 +118,8 @@ pub struct Cli {
     #[arg(long, value_name = "METRIC", env = "PROBE_AGENT_ORCA_FROM_BACKEND")]
     orca_from_backend: Option<FromBackend>,
 
-    /// Also call the OpenRcaService of a gRPC backend for a stream of such reports with this interval, 100 to 3600000; default:
-    /// no stream
+    /// Also call the OpenRcaService of a gRPC backend for a stream of such reports with this interval, 100 to 3600000;
+    /// default: no stream
     #[arg(long, value_name = "MS", env = "PROBE_AGENT_ORCA_BACKEND_STREAM_MS", requires = "orca_from_backend",
           value_parser = clap::value_parser!(u64).range(100..=3_600_000))]
     orca_backend_stream_ms: Option<u64>,
@@ -131,8 +132,8 @@ pub struct Cli {
     #[arg(long, value_name = "N", env = "PROBE_AGENT_THREADS", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Option<u16>,
 
-    /// Listen with TLS on the service port and the probe port, with this certificate chain, PEM. New connections use new files
-    /// within a few seconds; while new files cannot be used, the old ones stay in use
+    /// Listen with TLS on the service port and the probe port, with this certificate chain, PEM. New connections use
+    /// new files within a few seconds; while new files cannot be used, the old ones stay in use
     #[arg(long, value_name = "FILE", env = "PROBE_AGENT_TLS_CERT", requires = "tls_key")]
     tls_cert: Option<PathBuf>,
 
@@ -166,8 +167,8 @@ pub struct Cli {
     #[arg(long, value_name = "NAME", env = "PROBE_AGENT_UPSTREAM_SERVER_NAME", requires = "upstream_tls")]
     upstream_server_name: Option<String>,
 
-    /// Allow the network to move connections off congested and broken paths (PLB): DCTCP with ECN, SO_TXREHASH and automatic flow
-    /// labels on the service and upstream sockets; the log names what this host does not allow
+    /// Allow the network to move connections off congested and broken paths (PLB): DCTCP with ECN, SO_TXREHASH and
+    /// automatic flow labels on the service and upstream sockets; the log names what this host does not allow
     #[arg(long, env = "PROBE_AGENT_PLB")]
     plb: bool,
 
@@ -175,12 +176,13 @@ pub struct Cli {
     #[arg(long, value_enum, default_value = "text", env = "PROBE_AGENT_LOG_FORMAT")]
     log_format: LogFormat,
 
-    /// Write a line in the format of --log-format to standard output for each request on the service port, without the query of its path
+    /// Write a line in the format of --log-format to standard output for each request on the service port, without the
+    /// query of its path
     #[arg(long, env = "PROBE_AGENT_ACCESS_LOG")]
     access_log: bool,
 
-    /// Accept at most this many connections on the service port, 0 (no limit) to 1000000; others wait in the system's backlog
-    /// until there is room
+    /// Accept at most this many connections on the service port, 0 (no limit) to 1000000; others wait in the system's
+    /// backlog until there is room
     #[arg(long, value_name = "N", default_value_t = 0, env = "PROBE_AGENT_MAX_CONNECTIONS",
           value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     max_connections: u32,
@@ -200,7 +202,8 @@ pub struct Cli {
           value_parser = clap::value_parser!(u64).range(1_000..=86_400_000))]
     silent_timeout_ms: u64,
 
-    /// Cut a request when nothing has moved for this long on its request body, response body or tunnel, 0 (never) to 86400000
+    /// Cut a request when nothing has moved for this long on its request body, response body or tunnel, 0 (never) to
+    /// 86400000
     #[arg(long, value_name = "MS", default_value_t = 0, env = "PROBE_AGENT_BODY_IDLE_TIMEOUT_MS",
           value_parser = clap::value_parser!(u64).range(0..=86_400_000))]
     body_idle_timeout_ms: u64,
@@ -210,8 +213,8 @@ pub struct Cli {
           value_parser = clap::value_parser!(u64).range(0..=604_800_000))]
     max_stream_age_ms: u64,
 
-    /// Serve at most this many requests at once, 0 (no limit) to 1000000; answer others with a 503 that the shipped retry
-    /// policies retry on another replica
+    /// Serve at most this many requests at once, 0 (no limit) to 1000000; answer others with a 503 that the shipped
+    /// retry policies retry on another replica
     #[arg(long, value_name = "N", default_value_t = 0, env = "PROBE_AGENT_MAX_RIF",
           value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     max_rif: u32,
@@ -246,32 +249,32 @@ pub struct Cli {
           value_parser = clap::value_parser!(u64).range(0..=86_400_000))]
     response_timeout_ms: u64,
 
-    /// Stop using an idle connection to the backend after this long, 1 to 86400000; keep it below the backend's own keep-alive
-    /// time
+    /// Stop using an idle connection to the backend after this long, 1 to 86400000; keep it below the backend's own
+    /// keep-alive time
     #[arg(long, value_name = "MS", default_value_t = 4_000, env = "PROBE_AGENT_UPSTREAM_IDLE_TIMEOUT_MS",
           value_parser = clap::value_parser!(u64).range(1..=86_400_000))]
     upstream_idle_timeout_ms: u64,
 
-    /// Open at most this many HTTP/2 connections to the backend, 1 to 1000; another is opened when the backend allows no more
-    /// streams on the existing ones
+    /// Open at most this many HTTP/2 connections to the backend, 1 to 1000; another is opened when the backend allows
+    /// no more streams on the existing ones
     #[arg(long, value_name = "N", default_value_t = 16, env = "PROBE_AGENT_MAX_UPSTREAM_CONNECTIONS",
           value_parser = clap::value_parser!(u64).range(1..=1_000))]
     max_upstream_connections: u64,
 
-    /// Queue at most this many requests for an HTTP/2 stream to the backend, 0 to 1000000; answer others, and those that wait
-    /// longer than --connect-timeout-ms, with 503
+    /// Queue at most this many requests for an HTTP/2 stream to the backend, 0 to 1000000; answer others, and those
+    /// that wait longer than --connect-timeout-ms, with 503
     #[arg(long, value_name = "N", default_value_t = 1024, env = "PROBE_AGENT_MAX_UPSTREAM_WAITING",
           value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
     max_upstream_waiting: u64,
 
-    /// PING clients over HTTP/2 that have been silent for this long, 0 (never) to 86400000; end the connection if no answer comes
-    /// within the same time, 20 s at most
+    /// PING clients over HTTP/2 that have been silent for this long, 0 (never) to 86400000; end the connection if no
+    /// answer comes within the same time, 20 s at most
     #[arg(long, value_name = "MS", default_value_t = 60_000, env = "PROBE_AGENT_PING_MS",
           value_parser = clap::value_parser!(u64).range(0..=86_400_000))]
     ping_ms: u64,
 
-    /// PING the backend after this much silence while requests are in flight, 0 (never) to 86400000; by default, gRPC servers
-    /// close connections that PING more often than every 5 minutes
+    /// PING the backend after this much silence while requests are in flight, 0 (never) to 86400000; by default, gRPC
+    /// servers close connections that PING more often than every 5 minutes
     #[arg(long, value_name = "MS", default_value_t = 330_000, env = "PROBE_AGENT_UPSTREAM_PING_MS",
           value_parser = clap::value_parser!(u64).range(0..=86_400_000))]
     upstream_ping_ms: u64,

@@ -18,8 +18,8 @@ use crate::orca::Orca;
 pub use crate::reporter::Report;
 use crate::utilization::Utilization;
 
-/// All settings of an agent. Fields are public so that an embedder or a test can start from [`AgentConfig::new`] and change only
-/// some of them.
+/// All settings of an agent. Fields are public so that an embedder or a test can start from [`AgentConfig::new`] and
+/// change only some of them.
 #[derive(Clone, Debug)]
 pub struct AgentConfig {
     /// Service port. With port 0, the system chooses. A Unix socket needs `advertise`.
@@ -47,8 +47,8 @@ pub struct AgentConfig {
     /// Set if the agent asks the backend for its load in ORCA format, and reports the backend's utilisation instead of
     /// its own. Default: off.
     pub orca_from_backend: Option<FromBackend>,
-    /// Interval of the reports that a gRPC backend is asked to send as a stream, at least 100 ms. Needs `orca_from_backend`.
-    /// `None`: no stream.
+    /// Interval of the reports that a gRPC backend is asked to send as a stream, at least 100 ms. Needs
+    /// `orca_from_backend`. `None`: no stream.
     pub orca_backend_stream: Option<Duration>,
     /// HTTP version towards the backend.
     pub upstream_http2: UpstreamHttp2,
@@ -63,10 +63,11 @@ pub struct AgentConfig {
     pub plb: bool,
     /// Log of failures. Default [`Log::default`]: writes nothing.
     pub log: Log,
-    /// Whether the lines of both logs name the replica by its listen address. Default off, for a process with one replica.
+    /// Whether the lines of both logs name the replica by its listen address. Default off, for a process with one
+    /// replica.
     pub named: bool,
-    /// Format of the access log, which writes a line to standard output for each request on the service port. Default: no access
-    /// log.
+    /// Format of the access log, which writes a line to standard output for each request on the service port. Default:
+    /// no access log.
     pub access_log: Option<LogFormat>,
     /// Time and size limits.
     pub limits: Limits,
@@ -159,8 +160,8 @@ pub enum UpstreamHttp2 {
     Auto,
     /// Always use HTTP/1.1.
     Never,
-    /// Always use HTTP/2 (cleartext with prior knowledge, or by ALPN). HTTP/1.1 upgrades are then ignored; WebSockets over HTTP/2
-    /// (RFC 8441) pass if the backend supports them.
+    /// Always use HTTP/2 (cleartext with prior knowledge, or by ALPN). HTTP/1.1 upgrades are then ignored; WebSockets
+    /// over HTTP/2 (RFC 8441) pass if the backend supports them.
     Always,
 }
 
@@ -229,17 +230,17 @@ pub struct Limits {
     pub upstream_idle_timeout: Duration,
     /// Maximum number of idle connections to the backend that are kept. Default 1024.
     pub max_upstream_idle: usize,
-    /// Maximum number of HTTP/2 connections to the backend. Another is opened when the existing ones have as many streams as the
-    /// backend allows. Default 16.
+    /// Maximum number of HTTP/2 connections to the backend. Another is opened when the existing ones have as many
+    /// streams as the backend allows. Default 16.
     pub max_upstream_connections: usize,
-    /// Maximum number of requests that wait for an HTTP/2 stream to the backend, each for up to `connect_timeout`. More requests,
-    /// or a longer wait, get a 503. Default 1024.
+    /// Maximum number of requests that wait for an HTTP/2 stream to the backend, each for up to `connect_timeout`. More
+    /// requests, or a longer wait, get a 503. Default 1024.
     pub max_upstream_waiting: usize,
-    /// Silence after which an HTTP/2 client gets a PING, even with nothing in flight. If no answer comes within the same time (at
-    /// most 20 s), the connection ends. Default 60 s.
+    /// Silence after which an HTTP/2 client gets a PING, even with nothing in flight. If no answer comes within the
+    /// same time (at most 20 s), the connection ends. Default 60 s.
     pub ping_interval: Option<Duration>,
-    /// Silence after which the backend gets a PING, while requests are in flight. Default 330 s: gRPC servers treat more than one
-    /// PING in 5 min as abuse.
+    /// Silence after which the backend gets a PING, while requests are in flight. Default 330 s: gRPC servers treat
+    /// more than one PING in 5 min as abuse.
     pub upstream_ping_interval: Option<Duration>,
     /// Time after SIGTERM during which `/healthz` and `/readyz` fail but new connections are still accepted. Default 0.
     pub drain_delay: Duration,
@@ -252,8 +253,8 @@ pub struct Limits {
     /// Time without a report after which the agent reopens its stream of the backend's load reports. Applies until the
     /// interval between the reports is known. Default 90 s: three times the interval of gRPC's servers.
     pub backend_stream_silence: Duration,
-    /// Interval between two checks of the certificate and key files for changes. New content is used once the files have not
-    /// changed for one interval. Default 1 s.
+    /// Interval between two checks of the certificate and key files for changes. New content is used once the files
+    /// have not changed for one interval. Default 1 s.
     pub tls_reload_interval: Duration,
 }
 

@@ -26,8 +26,8 @@ pub(crate) enum Stream {
     Tls(Box<tls::ClientStream>),
 }
 
-/// Reads as much as needed to distinguish HTTP/2 with prior knowledge from HTTP/1. Returns whether it is HTTP/2, and the bytes
-/// read.
+/// Reads as much as needed to distinguish HTTP/2 with prior knowledge from HTTP/1. Returns whether it is HTTP/2, and
+/// the bytes read.
 pub(crate) async fn detect(
     stream: &mut Stream,
     silent: Duration,
@@ -125,8 +125,8 @@ impl Watch {
         self.slow.load(Ordering::Relaxed)
     }
 
-    /// Records that a head was parsed, and whether a body follows. Refuses a head with both `Transfer-Encoding` (`chunked`) and
-    /// `Content-Length`.
+    /// Records that a head was parsed, and whether a body follows. Refuses a head with both `Transfer-Encoding`
+    /// (`chunked`) and `Content-Length`.
     pub(crate) fn begin(self: &Arc<Self>, chunked: bool, body: bool) -> Begun {
         self.unread.store(body && !self.http2, Ordering::Relaxed);
         self.in_flight.fetch_add(1, Ordering::Relaxed);

@@ -79,7 +79,8 @@ pub(crate) async fn drive<C>(
     }
 }
 
-/// Handles a broken connection. Counts and logs it if the client violated the protocol; a client that leaves is not a failure.
+/// Handles a broken connection. Counts and logs it if the client violated the protocol; a client that leaves is not a
+/// failure.
 fn failed(error: &hyper::Error, watch: &Watch, traffic: &Traffic, log: &Log) {
     let h2 = error.source().and_then(|source| source.downcast_ref::<h2::Error>());
     if watch.is_slow() {

@@ -1,8 +1,8 @@
-//! Headers of forwarded messages: which requests are refused, which headers are not forwarded because they apply to one hop, and
-//! which names belong to Prequal.
+//! Headers of forwarded messages: which requests are refused, which headers are not forwarded because they apply to one
+//! hop, and which names belong to Prequal.
 //!
-//! `Host`, `x-forwarded-*`, `Via` and all other end-to-end headers pass unchanged: the agent runs in the same pod as its backend
-//! and should not show as a hop.
+//! `Host`, `x-forwarded-*`, `Via` and all other end-to-end headers pass unchanged: the agent runs in the same pod as
+//! its backend and should not show as a hop.
 
 use http::header::{self, HeaderName};
 use http::{HeaderMap, HeaderValue, Method, Request, Version};
@@ -16,8 +16,8 @@ const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 const PREFIX: &str = "x-prequal-";
 
-/// Fails with the reason if a request must be refused with 400 before it is forwarded. hyper refuses the other cases itself:
-/// malformed heads, differing `Content-Length`s, a `Transfer-Encoding` that does not end in `chunked`.
+/// Fails with the reason if a request must be refused with 400 before it is forwarded. hyper refuses the other cases
+/// itself: malformed heads, differing `Content-Length`s, a `Transfer-Encoding` that does not end in `chunked`.
 pub(crate) fn check_request<B>(req: &Request<B>) -> Result<(), &'static str> {
     let headers = req.headers();
     let http2 = req.version() == Version::HTTP_2;

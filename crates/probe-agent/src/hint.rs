@@ -1,8 +1,8 @@
-//! Query hints on the server side: a replica that is ready for a query reports less load to the probe for that query, and so
-//! attracts the query (paper §4, "Sync mode").
+//! Query hints on the server side: a replica that is ready for a query reports less load to the probe for that query,
+//! and so attracts the query (paper §4, "Sync mode").
 //!
-//! Only the reply to a probe that carries a hint is scaled. Reports on responses and replies to other probes apply to any query,
-//! so they are never scaled. A scaled reply says so (`;scaled=10`), for clients that keep reports.
+//! Only the reply to a probe that carries a hint is scaled. Reports on responses and replies to other probes apply to
+//! any query, so they are never scaled. A scaled reply says so (`;scaled=10`), for clients that keep reports.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,7 +13,8 @@ use prequal_core::server::affinity::{Hint, RecentHints};
 use crate::load::{Counters, HintSeen};
 use crate::names::HINT;
 
-/// Decides how a replica answers a probe that carries a hint. Runs on the thread that serves the probe, so it must not block.
+/// Decides how a replica answers a probe that carries a hint. Runs on the thread that serves the probe, so it must not
+/// block.
 ///
 /// A closure `Fn(Hint<'_>) -> u32` is a hook that ignores which hints were served.
 pub trait HintHook: Send + Sync {
@@ -43,7 +44,8 @@ impl Hook {
         Self(Arc::new(hook))
     }
 
-    /// Creates the built-in hook, which divides by `divisor` if the hint is among the last `capacity` hints served here.
+    /// Creates the built-in hook, which divides by `divisor` if the hint is among the last `capacity` hints served
+    /// here.
     pub fn recent(capacity: usize, divisor: u32) -> Self {
         Self::new(Recent { hints: Mutex::new(RecentHints::new(capacity)), divisor })
     }
@@ -81,7 +83,8 @@ impl HintHook for Recent {
     }
 }
 
-/// Returns the only usable hint among `headers`. A bad hint is ignored and counted; so are two hints, since neither is preferred.
+/// Returns the only usable hint among `headers`. A bad hint is ignored and counted; so are two hints, since neither is
+/// preferred.
 pub(crate) fn of<'a>(headers: &'a HeaderMap, counters: &Counters) -> Option<&'a HeaderValue> {
     let mut all = headers.get_all(HINT).iter();
     let first = all.next()?;

@@ -1,7 +1,7 @@
 //! Tower layer for an application that reports its own load, without an agent beside it.
 //!
-//! The layer answers probes, counts every other request, and puts the report on responses. The application must supply its own
-//! endpoint, because a layer does not see the connection.
+//! The layer answers probes, counts every other request, and puts the report on responses. The application must supply
+//! its own endpoint, because a layer does not see the connection.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -46,7 +46,8 @@ pub struct PrequalLayer {
 }
 
 impl PrequalLayer {
-    /// Creates a layer that reports `load` on probes and on every response, as the replica that clients know as `endpoint`.
+    /// Creates a layer that reports `load` on probes and on every response, as the replica that clients know as
+    /// `endpoint`.
     pub fn new(load: Load, endpoint: Endpoint) -> Self {
         let reporter =
             Reporter { load, report: Report::Always, hints: None, utilization: None, orca: Orca::default() };
@@ -60,8 +61,8 @@ impl PrequalLayer {
         self
     }
 
-    /// Sets the hook that decides the load in replies to probes with a query hint. Default: none, so all probes get the same
-    /// load. Requests keep their hint on their way to the application.
+    /// Sets the hook that decides the load in replies to probes with a query hint. Default: none, so all probes get the
+    /// same load. Requests keep their hint on their way to the application.
     ///
     /// ```
     /// # use probe_agent::{hint::Hook, layer::{Hint, PrequalLayer, TrackerConfig}, load::Load};

@@ -182,8 +182,8 @@ thread_local! {
 pub(crate) struct Tasks(pub(crate) Option<(Rules, Arc<Traffic>)>);
 
 impl Tasks {
-    /// Announces that the next task to start on this thread belongs to the request with this leash. hyper starts that task
-    /// immediately after it has called the service.
+    /// Announces that the next task to start on this thread belongs to the request with this leash. hyper starts that
+    /// task immediately after it has called the service.
     pub(crate) fn announce(leash: Arc<Leash>) {
         BEGUN.set(Some(leash));
     }

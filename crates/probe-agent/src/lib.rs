@@ -1,8 +1,8 @@
 //! The server side of Prequal: counts requests in flight for any backend, and answers probes.
 //!
 //! Use it in one of two ways:
-//! - as a process, `probe-agent`: a reverse proxy in front of one backend (`Agent`; Cargo features `proxy`, `tls` and `plb`, all
-//!   on by default);
+//! - as a process, `probe-agent`: a reverse proxy in front of one backend (`Agent`; Cargo features `proxy`, `tls` and
+//!   `plb`, all on by default);
 //! - inside an application built on tower: [`layer::PrequalLayer`], which needs none of these features.
 //!
 //! In both, a [`load::Load`] counts the requests and [`body::TrackedBody`] ends them. The latency estimator is

@@ -167,8 +167,8 @@ impl Load {
 
     /// Returns the report of this replica as `endpoint`.
     ///
-    /// `leaving` is the request whose response carries the report, if that request is about to end. The client reads the report
-    /// when the response is over, so the report must say what the *next* request would find.
+    /// `leaving` is the request whose response carries the report, if that request is about to end. The client reads
+    /// the report when the response is over, so the report must say what the *next* request would find.
     pub fn report(
         &self,
         endpoint: Endpoint,
@@ -250,8 +250,8 @@ impl Load {
     }
 }
 
-/// One request in flight. RIF falls once: at [`InFlight::finish`], or when the guard is dropped because its owner died (client
-/// gone, stream reset, task cancelled).
+/// One request in flight. RIF falls once: at [`InFlight::finish`], or when the guard is dropped because its owner died
+/// (client gone, stream reset, task cancelled).
 #[must_use = "dropping the guard ends the request"]
 pub struct InFlight {
     load: Load,
@@ -271,8 +271,8 @@ impl InFlight {
         self.on_drop = outcome;
     }
 
-    /// Marks the request as a stream (WebSocket, long gRPC). It stays in flight, but its age says nothing about the replica's
-    /// speed.
+    /// Marks the request as a stream (WebSocket, long gRPC). It stays in flight, but its age says nothing about the
+    /// replica's speed.
     pub fn mark_streaming(&mut self) {
         if let Some(ticket) = &self.ticket {
             let now = self.load.now();
@@ -384,8 +384,8 @@ impl Counters {
         .load(Ordering::Relaxed)
     }
 
-    /// Returns the number of successful requests per latency bound (see [`LATENCY_BOUNDS_US`]), not cumulative. The number of
-    /// slower ones is [`Counters::ended`] minus their sum.
+    /// Returns the number of successful requests per latency bound (see [`LATENCY_BOUNDS_US`]), not cumulative. The
+    /// number of slower ones is [`Counters::ended`] minus their sum.
     pub fn latency_buckets(&self) -> [u64; LATENCY_BOUNDS_US.len()] {
         std::array::from_fn(|i| self.latency_buckets.get(i).map_or(0, |b| b.load(Ordering::Relaxed)))
     }
@@ -410,7 +410,8 @@ impl Counters {
         bump(&self.rejected);
     }
 
-    /// Returns the number of requests that the agent's checks refused as malformed. hyper's own refusals are not included.
+    /// Returns the number of requests that the agent's checks refused as malformed. hyper's own refusals are not
+    /// included.
     pub fn rejected(&self) -> u64 {
         self.rejected.load(Ordering::Relaxed)
     }
@@ -446,7 +447,8 @@ impl Counters {
         bump(&self.refused);
     }
 
-    /// Returns how often an HTTP/2 request came back unprocessed, from the backend or from a connection that was closing.
+    /// Returns how often an HTTP/2 request came back unprocessed, from the backend or from a connection that was
+    /// closing.
     pub fn refused(&self) -> u64 {
         self.refused.load(Ordering::Relaxed)
     }
@@ -504,7 +506,8 @@ impl Counters {
         bump(&self.orca_refused);
     }
 
-    /// Returns the number of refused streams of reports: too many streams, a bad or missing request, or a draining agent.
+    /// Returns the number of refused streams of reports: too many streams, a bad or missing request, or a draining
+    /// agent.
     pub fn orca_refused(&self) -> u64 {
         self.orca_refused.load(Ordering::Relaxed)
     }
@@ -560,7 +563,8 @@ pub(crate) const HINTS: [(&str, HintSeen); 3] =
 pub enum BackendSaid {
     /// The report was used.
     Used,
-    /// The report was used without its invalid values, or with some values left out or reduced because they exceed a limit.
+    /// The report was used without its invalid values, or with some values left out or reduced because they exceed a
+    /// limit.
     Partial,
     /// The text is not a report.
     Malformed,

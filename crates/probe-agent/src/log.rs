@@ -1,8 +1,8 @@
 //! The agent's log. Each class of failures gets at most one line a second. The line gives the number of failures that
 //! were left out before it. `/metrics` has the exact counts.
 //!
-//! While the process serves, a separate thread writes the lines, so that a slow reader of standard error does not hold anything
-//! up.
+//! While the process serves, a separate thread writes the lines, so that a slow reader of standard error does not hold
+//! anything up.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;

@@ -1,8 +1,8 @@
-//! Out-of-band load reports: the gRPC service `xds.service.orca.v3.OpenRcaService`. Its only method sends a report at the
-//! interval that the client asks for, until the client leaves or the agent drains.
+//! Out-of-band load reports: the gRPC service `xds.service.orca.v3.OpenRcaService`. Its only method sends a report at
+//! the interval that the client asks for, until the client leaves or the agent drains.
 //!
-//! The service exists only if the operator asks for it; otherwise the backend gets these calls. The calls do not count as
-//! requests in flight. A client that does not read gets no more reports than fit its window.
+//! The service exists only if the operator asks for it; otherwise the backend gets these calls. The calls do not count
+//! as requests in flight. A client that does not read gets no more reports than fit its window.
 
 use std::pin::Pin;
 use std::sync::Arc;

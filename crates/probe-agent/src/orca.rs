@@ -99,7 +99,8 @@ pub(crate) fn stamp(response: &mut HeaderMap, report: &OrcaReport, format: OrcaF
 pub(crate) const LOAD_METRICS: HeaderName = HeaderName::from_static(HEADER);
 pub(crate) const LOAD_METRICS_BIN: HeaderName = HeaderName::from_static(HEADER_BIN);
 
-/// The messages of `xds/data/orca/v3/orca_load_report.proto` and `xds/service/orca/v3/orca.proto`, reduced to the fields in use.
+/// The messages of `xds/data/orca/v3/orca_load_report.proto` and `xds/service/orca/v3/orca.proto`, reduced to the
+/// fields in use.
 #[cfg(feature = "proxy")]
 pub(crate) mod proto {
     use std::collections::BTreeMap;

@@ -1,5 +1,5 @@
-//! The phases of an agent's life, which every connection follows. Each connection decides what to do in a phase: see `server.rs`
-//! and `drive.rs`.
+//! The phases of an agent's life, which every connection follows. Each connection decides what to do in a phase: see
+//! `server.rs` and `drive.rs`.
 
 use tokio::sync::watch;
 
@@ -7,7 +7,8 @@ use tokio::sync::watch;
 #[derive(Clone, Copy, Debug, Eq, PartialEq, PartialOrd)]
 pub(crate) enum Phase {
     Serving,
-    /// The agent accepts nothing new. HTTP/2 connections send GOAWAY, HTTP/1.1 connections close with their next response.
+    /// The agent accepts nothing new. HTTP/2 connections send GOAWAY, HTTP/1.1 connections close with their next
+    /// response.
     Draining,
     /// Connections without a request are closed too.
     Closing,

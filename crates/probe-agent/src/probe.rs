@@ -14,8 +14,8 @@ pub(crate) fn route(method: &Method, path: &str) -> Route {
     Route::of(path, || method.as_str())
 }
 
-/// Returns the reply to a probe. The load in `report` has already been divided by `divisor`. The body is empty unless the probe
-/// accepts JSON.
+/// Returns the reply to a probe. The load in `report` has already been divided by `divisor`. The body is empty unless
+/// the probe accepts JSON.
 pub(crate) fn reply(report: &LoadReport, divisor: u32, request: &HeaderMap) -> Response<Bytes> {
     let wants_json = request
         .get_all(header::ACCEPT)
@@ -40,7 +40,8 @@ pub(crate) fn reply(report: &LoadReport, divisor: u32, request: &HeaderMap) -> R
     response
 }
 
-/// Returns the report as a header value that includes its divisor. `None` cannot happen: the text is digits and punctuation.
+/// Returns the report as a header value that includes its divisor. `None` cannot happen: the text is digits and
+/// punctuation.
 pub(crate) fn header_value(report: &LoadReport, divisor: u32) -> Option<HeaderValue> {
     let mut text = String::with_capacity(64);
     write!(text, "{report}").ok()?;

@@ -185,7 +185,8 @@ fn shed(conn: &Connection, busy: Busy) -> Response<AgentBody> {
     finish(conn, response)
 }
 
-/// Reads a short body that the agent does not forward, so that its connection can be used again. Returns whether it was read.
+/// Reads a short body that the agent does not forward, so that its connection can be used again. Returns whether it was
+/// read.
 async fn read_rest(body: Incoming) -> bool {
     let short = body.size_hint().upper().is_some_and(|len| len <= MAX_READ_REST);
     short && tokio::time::timeout(READ_REST_PATIENCE, body.collect()).await.is_ok_and(|read| read.is_ok())

@@ -1,7 +1,7 @@
 //! Checks whether the backend can serve: at each request for `/readyz`, and repeatedly while it cannot.
 //!
-//! There are no repeated checks while the backend can serve: requests show that it can, and a backend is not required to cope
-//! with connections that carry no request.
+//! There are no repeated checks while the backend can serve: requests show that it can, and a backend is not required
+//! to cope with connections that carry no request.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! Reads files again when they change. The value made from the old files stays in use until a usable one can be made from the new
-//! files.
+//! Reads files again when they change. The value made from the old files stays in use until a usable one can be made
+//! from the new files.
 //!
 //! A change is a different file behind the path (symbolic links are followed: Kubernetes swaps `..data`), a different
 //! size or a different time. A certificate and its key are two files, so new files are used once nothing has changed
@@ -40,8 +40,9 @@ where
         self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Checks the files every `interval`, and calls `attempted` with the result of each attempt to use new ones. Files that could
-    /// not be used are tried again after [`RETRY`] checks, because the cause may not be in the files. Never ends.
+    /// Checks the files every `interval`, and calls `attempted` with the result of each attempt to use new ones. Files
+    /// that could not be used are tried again after [`RETRY`] checks, because the cause may not be in the files. Never
+    /// ends.
     pub(crate) async fn watch(self: Arc<Self>, interval: Duration, attempted: impl Fn(Result<T, E>)) {
         if self.files.is_empty() {
             return std::future::pending().await;
@@ -72,8 +73,8 @@ where
     }
 }
 
-/// Number of checks between two attempts. Valid files can also fail: no descriptor may be left, or a file may not be readable
-/// yet.
+/// Number of checks between two attempts. Valid files can also fail: no descriptor may be left, or a file may not be
+/// readable yet.
 const RETRY: u32 = 60;
 
 fn stamps(files: &[PathBuf]) -> Vec<Stamp> {
@@ -87,7 +88,8 @@ struct Stamp(Option<[i64; 5]>);
 impl Stamp {
     fn of(path: &Path) -> Self {
         Self(fs::metadata(path).ok().map(|meta| {
-            // The change time of the inode also reveals a file that was renamed over the old one and kept its other times.
+            // The change time of the inode also reveals a file that was renamed over the old one and kept its other
+            // times.
             [
                 meta.dev().cast_signed(),
                 meta.ino().cast_signed(),

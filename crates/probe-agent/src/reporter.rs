@@ -98,8 +98,8 @@ impl Reporter {
         }
     }
 
-    /// Returns the format of the ORCA report that the trailers of a response with these headers carry. gRPC's clients read
-    /// reports from trailers only.
+    /// Returns the format of the ORCA report that the trailers of a response with these headers carry. gRPC's clients
+    /// read reports from trailers only.
     #[cfg(feature = "proxy")]
     pub(crate) fn format_in_trailers(&self, response: &HeaderMap) -> Option<OrcaFormat> {
         self.orca.format_for(response).filter(|_| body::is_grpc(response))

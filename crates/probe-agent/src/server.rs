@@ -203,8 +203,8 @@ impl Agent {
         })
     }
 
-    /// Also shows another agent's replica on this agent's admin port. Metrics then have the label `replica`, which is the
-    /// replica's listen address, and `/readyz` checks all replicas.
+    /// Also shows another agent's replica on this agent's admin port. Metrics then have the label `replica`, which is
+    /// the replica's listen address, and `/readyz` checks all replicas.
     pub fn show(&mut self, other: &Self) {
         self.page.replicas.extend(other.page.replicas.iter().cloned());
     }
@@ -446,8 +446,8 @@ impl Ports {
         drive(served, graceful, watch, life, &self.limits, traffic, log).await;
     }
 
-    /// Sets up the connection below HTTP: performs the TLS handshake if the agent listens with TLS, and detects HTTP/1 or HTTP/2.
-    /// Returns `None` if this fails, or if the agent drains first.
+    /// Sets up the connection below HTTP: performs the TLS handshake if the agent listens with TLS, and detects HTTP/1
+    /// or HTTP/2. Returns `None` if this fails, or if the agent drains first.
     async fn open(&self, socket: Socket, life: &mut Life) -> Option<(TokioIo<ServerIo>, Arc<Watch>)> {
         let limits = &self.limits;
         let open = async {
@@ -479,7 +479,8 @@ impl Ports {
         self.shared.log.failure("tls", || error.to_string());
     }
 
-    /// Detects whether a connection speaks HTTP/2. Also returns the bytes read to detect it, or `None` if the connection is over.
+    /// Detects whether a connection speaks HTTP/2. Also returns the bytes read to detect it, or `None` if the
+    /// connection is over.
     async fn detect(&self, stream: &mut Stream) -> Option<(bool, Vec<u8>)> {
         let Limits { silent_timeout, idle_timeout, header_timeout, .. } = *self.limits;
         let silent = silent_timeout.min(idle_timeout);

@@ -260,7 +260,8 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     if found.is_empty() { Err(error(rustls::pki_types::pem::Error::NoItemsFound)) } else { Ok(found) }
 }
 
-/// Returns the expiry of a certificate, seconds since 1970. `None` if this parser does not understand it, although rustls may.
+/// Returns the expiry of a certificate, seconds since 1970. `None` if this parser does not understand it, although
+/// rustls may.
 fn expiry(certificate: &CertificateDer<'_>) -> Option<u64> {
     let certificate = Certificate::from_der(certificate).ok()?;
     Some(certificate.tbs_certificate().validity().not_after.to_unix_duration().as_secs())

@@ -1,5 +1,5 @@
-//! Body of a request on its way to the backend. The time that it waits for its client to send more does not count against the
-//! replica. The start of the body is kept as long as the request may have to be sent again.
+//! Body of a request on its way to the backend. The time that it waits for its client to send more does not count
+//! against the replica. The start of the body is kept as long as the request may have to be sent again.
 
 use std::collections::VecDeque;
 use std::pin::Pin;

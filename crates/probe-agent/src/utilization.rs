@@ -1,5 +1,5 @@
-//! `X-Netflix.server.utilization`: requests in flight as a percentage of what the replica is meant to hold, for Zuul and similar
-//! clients.
+//! `X-Netflix.server.utilization`: requests in flight as a percentage of what the replica is meant to hold, for Zuul
+//! and similar clients.
 
 use std::fmt::Write as _;
 use std::num::NonZeroU32;
@@ -16,8 +16,8 @@ pub struct Utilization {
 }
 
 impl Utilization {
-    /// Returns a value such as `37.5, target=60`: rounded to a tenth of a percent, and above 100 if there are more requests than
-    /// `max`.
+    /// Returns a value such as `37.5, target=60`: rounded to a tenth of a percent, and above 100 if there are more
+    /// requests than `max`.
     pub(crate) fn header_value(&self, rif: u32) -> Option<HeaderValue> {
         let max = u64::from(self.max.get());
         let tenths = (u64::from(rif) * 1000 + max / 2) / max;

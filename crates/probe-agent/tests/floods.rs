@@ -1,12 +1,12 @@
-//! Hostile peers on the service port of the real program: floods of frames, stalled windows, silent and slow connections, endless
-//! pipelines. Meanwhile, all requests of well-behaved clients must be answered and the program's memory must stay bounded.
-//! Afterwards, nothing may be left in flight.
+//! Hostile peers on the service port of the real program: floods of frames, stalled windows, silent and slow
+//! connections, endless pipelines. Meanwhile, all requests of well-behaved clients must be answered and the program's
+//! memory must stay bounded. Afterwards, nothing may be left in flight.
 //!
-//! The floods write frames by hand, and only the socket slows them down. Clients and backend have their own thread, so that any
-//! delay is caused by the agent. One flood is left out: requests that are reset once the backend has them, which a backend may
-//! answer by ending the shared connection (docs/design/security.md). `PREQUAL_SILENT_CONNECTIONS` sets the number of
-//! connections that stay silent. docs/design/security.md has the command for 100 000 of them and 200 well-behaved requests a
-//! second, which takes a release build and many descriptors.
+//! The floods write frames by hand, and only the socket slows them down. Clients and backend have their own thread, so
+//! that any delay is caused by the agent. One flood is left out: requests that are reset once the backend has them,
+//! which a backend may answer by ending the shared connection (docs/design/security.md). `PREQUAL_SILENT_CONNECTIONS`
+//! sets the number of connections that stay silent. docs/design/security.md has the command for 100 000 of them and 200
+//! well-behaved requests a second, which takes a release build and many descriptors.
 
 mod common;
 
@@ -161,8 +161,8 @@ impl Flood {
         format!("{self:?}")
     }
 
-    /// Floods for `time` over several connections, and opens a new one whenever the agent ends one. Returns a description of what
-    /// was done.
+    /// Floods for `time` over several connections, and opens a new one whenever the agent ends one. Returns a
+    /// description of what was done.
     async fn run(self, addr: SocketAddr, time: Duration) -> String {
         let connections = match self {
             Self::SlowHead | Self::SlowBody => 200,
@@ -513,8 +513,8 @@ impl Drop for Agent {
     }
 }
 
-/// Raises this process' limit, which the agent inherits, and returns the number of silent connections that it allows. Raising the
-/// hard limit requires CAP_SYS_RESOURCE.
+/// Raises this process' limit, which the agent inherits, and returns the number of silent connections that it allows.
+/// Raising the hard limit requires CAP_SYS_RESOURCE.
 fn allow_descriptors(wanted: u64) -> u64 {
     let pid = std::process::id().to_string();
     let limit = |which: &str| {

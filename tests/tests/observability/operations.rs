@@ -15,7 +15,8 @@ const HEADER: &str = "| metric | label | meaning |";
 /// Labels that identify a metric's origin, and buckets.
 const NOT_LISTED: [&str; 2] = ["cluster", "le"];
 
-/// The metrics that the tables of [`METRICS`] under [`HEADER`] name: rows `` | `name` | `key`: `value`, `value` | meaning | ``.
+/// The metrics that the tables of [`METRICS`] under [`HEADER`] name: rows `` | `name` | `key`: `value`, `value` |
+/// meaning | ``.
 pub fn documented() -> Result<Metrics> {
     let mut found = Metrics::new();
     let mut in_table = false;

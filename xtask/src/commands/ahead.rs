@@ -158,8 +158,8 @@ impl Ahead {
         Some(Self { command, folder })
     }
 
-    /// Waits until `check` or the command has ended, and returns whether the check passed. Meanwhile the command has the
-    /// usual priority.
+    /// Waits until `check` or the command has ended, and returns whether the check passed. Meanwhile the command has
+    /// the usual priority.
     pub(crate) fn passed(&mut self, check: Check) -> bool {
         let file = check.file(&self.folder);
         let end = || fs::read_to_string(&file).unwrap_or_default();

@@ -27,10 +27,10 @@ pub(crate) struct Args {
 enum What {
     /// Sends load end to end through a real Envoy, compares with Envoy's own policies, and judges each goal.
     ///
-    /// `cargo xtask bench e2e ingress` is the demo's scenario at full length. The other scenarios with a fault are `stall`,
-    /// `sinkhole`, `slow-half`, `cpu-bound`, `affinity` and `rules`; those without a fault are `equal`, `equal-90`, `mix`,
-    /// `generations`, `queue`, `constant`, `idle` and `fleet`. `--quick` only shows that a scenario works. Every argument
-    /// is passed to the harness; `cargo xtask bench e2e -- --help` prints its own help.
+    /// `cargo xtask bench e2e ingress` is the demo's scenario at full length. The other scenarios with a fault are
+    /// `stall`, `sinkhole`, `slow-half`, `cpu-bound`, `affinity` and `rules`; those without a fault are `equal`,
+    /// `equal-90`, `mix`, `generations`, `queue`, `constant`, `idle` and `fleet`. `--quick` only shows that a scenario
+    /// works. Every argument is passed to the harness; `cargo xtask bench e2e -- --help` prints its own help.
     E2e(HarnessArgs),
     /// Compares with other load balancers in the same run: HAProxy, nginx, Caddy, linkerd's policy and Envoy's own.
     ///
@@ -63,7 +63,8 @@ enum What {
     ///
     /// Every argument is passed to the harness; `cargo xtask bench growth -- --help` prints its own help.
     Growth(HarnessArgs),
-    /// Measures the resident memory of Envoy per worker, cluster and replica, and of an agent per connection and stream.
+    /// Measures the resident memory of Envoy per worker, cluster and replica, and of an agent per connection and
+    /// stream.
     ///
     /// Every argument is passed to the harness; `cargo xtask bench memory -- --help` prints its own help.
     Memory(HarnessArgs),

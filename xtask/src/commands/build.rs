@@ -11,13 +11,14 @@ use crate::commands::platform::Platform;
 use crate::toolchain::{Choice, Toolchain};
 use crate::{progress, run, workspace};
 
-/// Builds the agent, the command `prequal` and the Envoy filter into target/dist/, and the docker-compose demo's program.
+/// Builds the agent, the command `prequal` and the Envoy filter into target/dist/, and the docker-compose demo's
+/// program.
 ///
-/// target/dist/probe-agent and target/dist/prequal are release builds for this machine. target/dist/prequal_filter.wasm is
-/// the filter and target/dist/libprequal_native.so the native module; Envoy loads either. target/dist/prequal-demo is the
-/// program that the demo's containers run. The filter needs a WebAssembly standard library. It comes from rustup (`rustup
-/// target add wasm32-wasip1`) where that works, else from Debian's packages, which are unpacked under target/toolchain/ and
-/// never installed.
+/// target/dist/probe-agent and target/dist/prequal are release builds for this machine. target/dist/prequal_filter.wasm
+/// is the filter and target/dist/libprequal_native.so the native module; Envoy loads either. target/dist/prequal-demo
+/// is the program that the demo's containers run. The filter needs a WebAssembly standard library. It comes from rustup
+/// (`rustup target add wasm32-wasip1`) where that works, else from Debian's packages, which are unpacked under
+/// target/toolchain/ and never installed.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
@@ -75,8 +76,8 @@ fn shipped(toolchain: &Toolchain) -> Result<[PathBuf; 2]> {
     Ok([wasm, native])
 }
 
-/// Builds the modules that crash on request, for the tests of what happens after a crash, and returns them. The crashing
-/// filter's blobs carry another version, so tests also use it as a different release.
+/// Builds the modules that crash on request, for the tests of what happens after a crash, and returns them. The
+/// crashing filter's blobs carry another version, so tests also use it as a different release.
 fn crashing(toolchain: &Toolchain) -> Result<[PathBuf; 2]> {
     progress::headline("building target/dist-test/");
     let wasm = workspace::dist_test().join("prequal_filter_crash.wasm");
@@ -104,8 +105,8 @@ fn native_module(features: &str) -> Result<PathBuf> {
     native::module(&Toolchain::for_programs(platform.triple)?, &platform, features)
 }
 
-/// Copies to a temporary name beside `to`, then renames: a running program keeps the old file, and no reader sees a partial
-/// new one.
+/// Copies to a temporary name beside `to`, then renames: a running program keeps the old file, and no reader sees a
+/// partial new one.
 fn place(from: &Path, to: &Path) -> Result<()> {
     let folder = to.parent().context("a file in a folder")?;
     fs::create_dir_all(folder)?;

@@ -21,8 +21,8 @@ pub(crate) mod page;
 /// Brings up the docker-compose demo: two Envoys, nine replicas with their agents, load, faults, a live page.
 ///
 /// Builds what the images copy, makes the base images locally if no registry answers (Debian, root), then brings up
-/// envoy-configs/compose/docker-compose.yml. Keeps running to carry out the faults that need the container engine; Enter
-/// stops the demo and removes everything, Ctrl-C leaves it running.
+/// envoy-configs/compose/docker-compose.yml. Keeps running to carry out the faults that need the container engine;
+/// Enter stops the demo and removes everything, Ctrl-C leaves it running.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Run everything unattended: up, load, each fault in turn with its goals, down
@@ -89,7 +89,8 @@ pub(crate) fn missing() -> Option<String> {
     Project::usual().err().map(|error| format!("{error:#}"))
 }
 
-/// The check as `cargo xtask test` runs it; returns the goals that it could not judge because this machine was too busy.
+/// The check as `cargo xtask test` runs it; returns the goals that it could not judge because this machine was too
+/// busy.
 pub(crate) fn check(toolchain: crate::toolchain::Choice) -> Result<Vec<String>> {
     check::run(toolchain, &check::Options::default())
 }

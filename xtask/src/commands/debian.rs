@@ -28,8 +28,8 @@ pub(crate) fn unpacked_whole(package: &str) -> Result<PathBuf> {
     Ok(root)
 }
 
-/// Fetches Prometheus and promtool for the tests of the dashboard and rules. If that is impossible, prints the reason; the
-/// tests that need them then report that they were skipped.
+/// Fetches Prometheus and promtool for the tests of the dashboard and rules. If that is impossible, prints the reason;
+/// the tests that need them then report that they were skipped.
 pub(crate) fn prometheus() {
     let on_path = |program| run::succeeds(run::tool(program).arg("--version"));
     if on_path("prometheus") && on_path("promtool") {

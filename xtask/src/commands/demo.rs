@@ -9,9 +9,10 @@ use crate::commands::build::WasmArgs;
 
 /// Compares Prequal with Envoy's own policies, through a real Envoy.
 ///
-/// Fetches Envoy and builds the filter and the agent. Then sends a constant 500 requests a second to 16 backends, two of
-/// which are slow, under round_robin, least_request and Prequal: first through one Envoy, then through four that share the
-/// backends. Prints a table and writes a plot. Takes up to 4 minutes after setup, up to 1 minute with --quick.
+/// Fetches Envoy and builds the filter and the agent. Then sends a constant 500 requests a second to 16 backends, two
+/// of which are slow, under round_robin, least_request and Prequal: first through one Envoy, then through four that
+/// share the backends. Prints a table and writes a plot. Takes up to 4 minutes after setup, up to 1 minute with
+/// --quick.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// One Envoy only, and shorter: up to a minute after setup

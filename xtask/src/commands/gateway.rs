@@ -6,9 +6,10 @@ use crate::{progress, run};
 
 /// Writes tests/envoy-gateway/translated.json: Envoy Gateway's translation of envoy-configs/envoy-gateway/ into xDS.
 ///
-/// The tests run that xDS on Envoy. They fail if a manifest, the translating program or the release of Envoy Gateway has
-/// changed since. Needs Go 1.26, or an earlier Go that may fetch it (GOTOOLCHAIN=auto). The first run compiles Envoy Gateway:
-/// about five minutes of CPU time and 3 GB of Go's caches. Therefore `cargo xtask test` does not run this command.
+/// The tests run that xDS on Envoy. They fail if a manifest, the translating program or the release of Envoy Gateway
+/// has changed since. Needs Go 1.26, or an earlier Go that may fetch it (GOTOOLCHAIN=auto). The first run compiles
+/// Envoy Gateway: about five minutes of CPU time and 3 GB of Go's caches. Therefore `cargo xtask test` does not run
+/// this command.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Write nothing, and fail if the translation differs from the file

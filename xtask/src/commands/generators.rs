@@ -11,8 +11,8 @@ use crate::{progress, run, workspace};
 /// Installs a generator unless it is there.
 type Install = fn() -> Result<()>;
 
-/// Installs the generators that `args`, the harness's arguments, ask for. For each that cannot be installed, one line gives
-/// the reason; the harness then skips it.
+/// Installs the generators that `args`, the harness's arguments, ask for. For each that cannot be installed, one line
+/// gives the reason; the harness then skips it.
 pub(crate) fn prepare(args: &[OsString]) {
     let all: [(&str, Install); 4] = [
         ("vegeta", || VEGETA.prepare("")),

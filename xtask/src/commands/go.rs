@@ -1,5 +1,5 @@
-//! Programs of Go modules, built with `go install` into target/bin/. The Go module proxy has their sources, and Go checks
-//! them against the public checksum log.
+//! Programs of Go modules, built with `go install` into target/bin/. The Go module proxy has their sources, and Go
+//! checks them against the public checksum log.
 
 use std::fs;
 use std::path::PathBuf;

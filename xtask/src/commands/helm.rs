@@ -11,7 +11,8 @@ use crate::{progress, run};
 
 /// Prints the path of the pinned Helm, building it first if needed.
 ///
-/// It is built with `go install` into target/bin/. Needs Go 1.26, or an earlier Go that may fetch it (GOTOOLCHAIN=auto).
+/// It is built with `go install` into target/bin/. Needs Go 1.26, or an earlier Go that may fetch it
+/// (GOTOOLCHAIN=auto).
 #[derive(clap::Args)]
 pub(crate) struct Args {}
 
@@ -20,8 +21,8 @@ pub(crate) fn run(_: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Builds Helm for the tests of the chart. If that fails, one line gives the reason, and those tests report that they were
-/// skipped.
+/// Builds Helm for the tests of the chart. If that fails, one line gives the reason, and those tests report that they
+/// were skipped.
 pub(crate) fn prepare() {
     if let Err(why) = built() {
         progress::say(format_args!("no Helm: {}", progress::last_line(&why)));

@@ -15,8 +15,8 @@ mod sanitizers;
 
 /// Checks the native module without Envoy: its file for every architecture, and its code under sanitizers.
 ///
-/// Builds the module for each architecture. The file must depend only on glibc, in a version that Envoy's images have, and
-/// export the same hooks for each architecture. A small program then loads it as Envoy does (under qemu for another
+/// Builds the module for each architecture. The file must depend only on glibc, in a version that Envoy's images have,
+/// and export the same hooks for each architecture. A small program then loads it as Envoy does (under qemu for another
 /// architecture) and makes a hook panic. After that, the module's unit tests run under AddressSanitizer and
 /// ThreadSanitizer. Missing packages are installed with apt-get if run as root.
 #[derive(clap::Args)]

@@ -1,5 +1,5 @@
-//! The programs that `cargo xtask bench peers` compares with: HAProxy and nginx of this machine or from Debian's packages,
-//! Caddy from its Go module.
+//! The programs that `cargo xtask bench peers` compares with: HAProxy and nginx of this machine or from Debian's
+//! packages, Caddy from its Go module.
 
 use std::env;
 use std::ffi::OsString;

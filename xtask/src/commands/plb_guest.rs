@@ -1,8 +1,8 @@
 //! `cargo xtask plb-guest`: tests the kernel's own PLB with a distribution kernel in QEMU, without KVM.
 //!
 //! The machine's kernel may lack DCTCP, and a test should not change a machine's default congestion control. A kernel
-//! package from Debian's backports is unpacked but never installed. apt works on its own folders under `target/plb-guest/`,
-//! so the machine's package lists stay as they are.
+//! package from Debian's backports is unpacked but never installed. apt works on its own folders under
+//! `target/plb-guest/`, so the machine's package lists stay as they are.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader};
@@ -17,8 +17,8 @@ use crate::{progress, run, workspace};
 
 /// Proves in a guest kernel that PLB repaths, by bytes per path and labels on the wire.
 ///
-/// Needs x86_64 Debian. Fetches a kernel (34 MB) into target/plb-guest/ once. QEMU, busybox and cpio are installed with apt
-/// if run as root; otherwise the command to run is printed. Takes one to three minutes after that, without KVM.
+/// Needs x86_64 Debian. Fetches a kernel (34 MB) into target/plb-guest/ once. QEMU, busybox and cpio are installed with
+/// apt if run as root; otherwise the command to run is printed. Takes one to three minutes after that, without KVM.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Maximum time in the guest, seconds

@@ -11,8 +11,8 @@ use crate::{progress, run, workspace};
 /// Runs the simulator, which compares every policy of the papers in virtual time.
 ///
 /// `cargo xtask sim fig6` runs one experiment. `cargo xtask sim all` runs every experiment and then writes
-/// docs/results/evaluation.md. `cargo xtask sim all --quick` is what CI runs (up to three minutes). Every argument is passed
-/// to the simulator; `cargo xtask sim -- --help` prints its own help.
+/// docs/results/evaluation.md. `cargo xtask sim all --quick` is what CI runs (up to three minutes). Every argument is
+/// passed to the simulator; `cargo xtask sim -- --help` prints its own help.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Passed to the simulator

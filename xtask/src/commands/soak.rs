@@ -7,12 +7,12 @@ use anyhow::Result;
 use crate::commands::bench;
 use crate::commands::build::WasmArgs;
 
-/// Sends millions of requests through Envoy, filter and agents, with errors, aborts and timeouts mixed in, then checks for
-/// leaks.
+/// Sends millions of requests through Envoy, filter and agents, with errors, aborts and timeouts mixed in, then checks
+/// for leaks.
 ///
 /// The memory of each process must be flat over the second half, every gauge and RIF must be back at zero, each request
-/// must have ended as its kind requires, and no connection may be left (docs/results/soak.md). Otherwise the exit code is 1.
-/// Every further argument is passed to the harness; `cargo xtask soak -- --help` prints its own help.
+/// must have ended as its kind requires, and no connection may be left (docs/results/soak.md). Otherwise the exit code
+/// is 1. Every further argument is passed to the harness; `cargo xtask soak -- --help` prints its own help.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Number of requests to send [default: 10 million]

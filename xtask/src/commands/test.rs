@@ -17,9 +17,9 @@ mod programs;
 
 /// Runs every check that CI runs: format, lints, documentation, dependencies, circles of files, all tests, simulator.
 ///
-/// Stops at the first failure. A test that fails is run a second time, alone, before it counts as failed. Checks that were
-/// impossible here and tests that were ignored are listed at the end; with --no-skips, and always under CI=true, they are
-/// failures.
+/// Stops at the first failure. A test that fails is run a second time, alone, before it counts as failed. Checks that
+/// were impossible here and tests that were ignored are listed at the end; with --no-skips, and always under CI=true,
+/// they are failures.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Envoy versions for the version matrix [default: none; under CI=true: ends]
@@ -64,8 +64,8 @@ enum Step {
     Lint,
     /// rustdoc without warnings
     Docs,
-    /// The packages for crates.io could be published, keep their public APIs, and compile outside the workspace with the
-    /// oldest Rust
+    /// The packages for crates.io could be published, keep their public APIs, and compile outside the workspace with
+    /// the oldest Rust
     Crates,
     /// target/dist/ and the test-only modules
     Build,
@@ -253,7 +253,8 @@ impl Session<'_> {
                 .args(["clippy", "--package", "probe-agent", "--lib", "--no-default-features"])
                 .args(["--", "--deny", "warnings"]),
         )?;
-        // The fuzz package is not in the workspace. Lint it here, so that a change to the agent's interface fails early.
+        // The fuzz package is not in the workspace. Lint it here, so that a change to the agent's interface fails
+        // early.
         fuzz::lint()?;
         match self.toolchain()? {
             native @ Toolchain::Native => run::check(

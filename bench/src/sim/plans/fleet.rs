@@ -249,7 +249,8 @@ pub(super) fn newcomer(length: RunLength) -> Experiment {
     }
 }
 
-/// One client that pauses for `pause_ms` every `every` seconds. With a `warm_up` of 0, its first queries are measured too.
+/// One client that pauses for `pause_ms` every `every` seconds. With a `warm_up` of 0, its first queries are measured
+/// too.
 fn paused(label: &str, warm_up: f64, measured: f64, every: f64, pause_ms: f64) -> Point {
     let spec = |ms| ServerSpec { queue: 8, ..ServerSpec::slots(4, ms) };
     let mut scenario = SimScenario::testbed(40, 1.0, Spare::None);

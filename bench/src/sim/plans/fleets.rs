@@ -1,8 +1,8 @@
 //! Fleets of every kind that a rule must handle: few slots or many, equal or unequal servers, any distribution of work.
 //!
-//! Unless the label says otherwise, there is one client, as with a single gateway, and queries miss the deadline only if a
-//! queue grows without end. Fleets of the independent simulation (docs/results/evaluation.md says what that is) have its
-//! rates.
+//! Unless the label says otherwise, there is one client, as with a single gateway, and queries miss the deadline only
+//! if a queue grows without end. Fleets of the independent simulation (docs/results/evaluation.md says what that is)
+//! have its rates.
 
 use super::super::plot::{Chart, Line};
 use super::*;
@@ -380,7 +380,8 @@ mod tests {
     #[test]
     fn a_healed_server_has_recovered_once_it_gets_half_of_its_share() {
         let point = all().into_iter().find(|point| point.label == "one 3x slower, then healed").unwrap();
-        // 100 queries a second over 16 servers. With `slow`, the slow server gets one in ten from second 30 on, else none.
+        // 100 queries a second over 16 servers. With `slow`, the slow server gets one in ten from second 30 on, else
+        // none.
         let server =
             |at_ms: u32, slow: bool| u16::from(!slow || at_ms < 30_000 || !at_ms.is_multiple_of(100));
         let run = |slow| {

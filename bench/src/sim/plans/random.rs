@@ -1,7 +1,7 @@
 //! Fleets drawn at random: how often, and by how much, is Prequal worse than the best of Envoy's own policies?
 //!
-//! `random` has the fleets that the rule has been changed for, `heldout` the next ones, to which no setting was adapted.
-//! Faults other than a slow server are left out; `finagle`, `sinkhole` and `churn` have them.
+//! `random` has the fleets that the rule has been changed for, `heldout` the next ones, to which no setting was
+//! adapted. Faults other than a slow server are left out; `finagle`, `sinkhole` and `churn` have them.
 
 use rand::rngs::SmallRng;
 use rand::seq::IndexedRandom as _;

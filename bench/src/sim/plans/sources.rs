@@ -25,8 +25,8 @@ pub(crate) fn statements(name: &str, cells: &Cells) -> Vec<Statement> {
     lines
 }
 
-/// Charts of values that are not a metric of one run: the sources' figures, if the experiment has no policies to compare,
-/// and figures relative to those of other policies.
+/// Charts of values that are not a metric of one run: the sources' figures, if the experiment has no policies to
+/// compare, and figures relative to those of other policies.
 pub(crate) fn charts(name: &str, cells: &Cells) -> Vec<Chart> {
     match name {
         "calibration" => vec![calibrated(cells)],
@@ -383,8 +383,8 @@ const INDEPENDENT: [Independent; 16] = [
     ),
 ];
 
-/// Compares the figures, which must agree within a tenth. If the source reports a collapse, only its occurrence is compared,
-/// because its depth depends on the length of the run.
+/// Compares the figures, which must agree within a tenth. If the source reports a collapse, only its occurrence is
+/// compared, because its depth depends on the length of the run.
 fn on_fleets(cells: &Cells) -> Vec<Statement> {
     let line = |point: &str, arm: &str, source: [f64; 3]| {
         let got = [P50, P99, P999].map(|metric| cells.at(point, arm, metric));

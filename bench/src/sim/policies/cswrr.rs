@@ -1,16 +1,17 @@
-//! Envoy 1.40's `client_side_weighted_round_robin`, which weights replicas by the reports on their responses: the weights,
-//! their validity, and the schedule derived from them.
+//! Envoy 1.40's `client_side_weighted_round_robin`, which weights replicas by the reports on their responses: the
+//! weights, their validity, and the schedule derived from them.
 //!
-//! - A report sets the replica's weight to `rps_fractional / (application_utilization + penalty · eps / rps_fractional)`,
-//!   truncated to a whole number. A report without requests or utilisation changes nothing.
+//! - A report sets the replica's weight to
+//!   `rps_fractional / (application_utilization + penalty · eps / rps_fractional)`, truncated to a whole number. A
+//!   report without requests or utilisation changes nothing.
 //! - Weights take effect every `weight_update_period`. A weight is invalid until reports have arrived for
 //!   `blackout_period`, and after `weight_expiration_period` without one. Such a replica gets the median of the others.
 //! - With equal weights, replicas are picked in rotation. Otherwise the replica with the earliest deadline is next, and
 //!   its deadline then moves by 1 / weight. Each change of a weight restarts the schedule in its state after a certain
 //!   number of picks. This number is drawn once.
 //!
-//! Left out: workers that share their weights (a client here is an Envoy with one worker), slow start, out-of-band reports,
-//! and `metric_names_for_computing_utilization`, which the agent does not need.
+//! Left out: workers that share their weights (a client here is an Envoy with one worker), slow start, out-of-band
+//! reports, and `metric_names_for_computing_utilization`, which the agent does not need.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -171,8 +172,8 @@ struct Schedule {
 }
 
 impl Schedule {
-    /// The schedule after `picks` picks. The picks that each replica has certainly got are computed at once, the rest are
-    /// made one by one.
+    /// The schedule after `picks` picks. The picks that each replica has certainly got are computed at once, the rest
+    /// are made one by one.
     fn after(weights: &[u32], picks: u64) -> Self {
         let weights: Vec<f64> = weights.iter().map(|weight| f64::from(*weight)).collect();
         let sum: f64 = weights.iter().sum();

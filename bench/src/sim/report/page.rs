@@ -56,8 +56,8 @@ pub(super) fn tables(report: &Report) -> String {
     page + table(&report.header, report.rows.iter().cloned()).trim_end() + "\n"
 }
 
-/// The medians of one figure, by policy and point. An experiment with one point or one policy shows all figures, and one
-/// without policies its whole table.
+/// The medians of one figure, by policy and point. An experiment with one point or one policy shows all figures, and
+/// one without policies its whole table.
 fn summary(report: &Report) -> String {
     if report.header.get(1).is_none_or(|column| column != "policy") {
         return table(&report.header, report.rows.iter().cloned());

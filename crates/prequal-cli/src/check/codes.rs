@@ -1,5 +1,5 @@
-//! The possible mistakes, each with a stable code, its effect on users, and the cure. `docs/reference/prequal.md` has the
-//! same table.
+//! The possible mistakes, each with a stable code, its effect on users, and the cure. `docs/reference/prequal.md` has
+//! the same table.
 
 /// Severity of a mistake.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]

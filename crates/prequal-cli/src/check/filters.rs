@@ -200,7 +200,8 @@ fn check_later_strips(filters: &[At<'_>], wasm: usize, shim: Shim, findings: &mu
     misplaced
 }
 
-/// Checks that the filters `before` Prequal's filter remove Prequal's headers. `misplaced`: a later filter removes them.
+/// Checks that the filters `before` Prequal's filter remove Prequal's headers. `misplaced`: a later filter removes
+/// them.
 pub(super) fn check_strip(before: &[At<'_>], list: &str, misplaced: bool, findings: &mut Findings) {
     let left = |key: &str| -> Vec<&str> {
         let gone: BTreeSet<&str> = before.iter().flat_map(|filter| removed(filter, key)).collect();

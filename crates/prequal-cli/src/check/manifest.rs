@@ -1,7 +1,8 @@
 //! Istio's manifests: the source of the module of a WasmPlugin or a TrafficExtension, and the effect if it cannot be
 //! fetched.
 //!
-//! `docs/guide/istio.md` ("How safe the module's source is") gives the reasons. Everything else is checked on a config_dump.
+//! `docs/guide/istio.md` ("How safe the module's source is") gives the reasons. Everything else is checked on a
+//! config_dump.
 
 use anyhow::{Result, bail, ensure};
 use prequal_core::config::Config;

@@ -27,7 +27,8 @@ pub struct InboundOrca {
     pub format: Format,
     /// Responses that carry them.
     pub responses: ResponseKind,
-    /// Number of requests that the replica is meant to serve at once; `None`: utilisation is relative to the knee known so far.
+    /// Number of requests that the replica is meant to serve at once; `None`: utilisation is relative to the knee known
+    /// so far.
     pub limit: Option<u32>,
     /// Time constant of rates and utilisation, milliseconds.
     pub window_ms: u32,

@@ -26,8 +26,8 @@ pub enum Values {
     Form(&'static str),
 }
 
-/// Where the value of a setting is stored. The function returns `None` if other settings leave no room for the value, such as
-/// a rule without this parameter.
+/// Where the value of a setting is stored. The function returns `None` if other settings leave no room for the value,
+/// such as a rule without this parameter.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Field {
     /// The value has a form of its own, which other code reads and writes.

@@ -393,8 +393,8 @@ impl Tracker {
     }
 }
 
-/// Multiple of the expected latency beyond which an overtaken request is very long. With 5, requests that are merely long
-/// also leave the estimate; with 20, very long ones still raise it (ADR 8).
+/// Multiple of the expected latency beyond which an overtaken request is very long. With 5, requests that are merely
+/// long also leave the estimate; with 20, very long ones still raise it (ADR 8).
 const LONG: f64 = 10.0;
 /// Number of requests that must have succeeded since the long one was first overtaken. If the replica itself has become
 /// slow, fewer do.

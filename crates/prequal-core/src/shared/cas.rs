@@ -1,8 +1,8 @@
 //! Reads, changes and writes values that workers share, on a host that compares version numbers and swaps.
 //!
-//! The host gives every write a number, and accepts a write only if the value still has the number that the writer names.
-//! [`OwnCopy`] skips the read where a worker is the only writer. [`crate::shared::blob`] defines what a value is and when
-//! its bytes are valid. The caller decides where the value is stored ([`Place`]).
+//! The host gives every write a number, and accepts a write only if the value still has the number that the writer
+//! names. [`OwnCopy`] skips the read where a worker is the only writer. [`crate::shared::blob`] defines what a value is
+//! and when its bytes are valid. The caller decides where the value is stored ([`Place`]).
 
 /// Maximum number of tries of one write; under load, a conflict has a probability of a few per cent.
 const MAX_TRIES: u32 = 8;
@@ -57,8 +57,8 @@ pub struct OwnCopy<B> {
     value: B,
     /// Lowest number that the worker's last write can have; `None` if there was no write, or if it named no number.
     number: Option<u32>,
-    /// Whether the value still had that number when the worker last read it. If others write as well, guessing costs more
-    /// than it saves.
+    /// Whether the value still had that number when the worker last read it. If others write as well, guessing costs
+    /// more than it saves.
     alone: bool,
 }
 

@@ -9,8 +9,8 @@ pub const MAX_TEXT: usize = 47;
 
 /// A serving `ip:port`. It is plain data, so that blobs in shared data can hold it.
 ///
-/// The text form is canonical (`10.0.0.1:80`, `[2001:db8::1]:80`): Envoy ignores any other spelling. In sorted order the
-/// ports of one host are adjacent.
+/// The text form is canonical (`10.0.0.1:80`, `[2001:db8::1]:80`): Envoy ignores any other spelling. In sorted order
+/// the ports of one host are adjacent.
 #[derive(Clone, Copy, Eq, Hash, Ord, PartialEq, PartialOrd, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct Endpoint {
@@ -65,8 +65,8 @@ impl Endpoint {
         (address.port() != 0).then(|| address.into())
     }
 
-    /// Parses the usual spelling of IPv4, with less code than the standard parser needs for all spellings. `None` leaves the
-    /// decision to the standard parser.
+    /// Parses the usual spelling of IPv4, with less code than the standard parser needs for all spellings. `None`
+    /// leaves the decision to the standard parser.
     fn parse_plain_v4(text: &[u8]) -> Option<Self> {
         let mut ip = [0; 16];
         let mut rest = text;
@@ -101,7 +101,8 @@ impl Endpoint {
     }
 }
 
-/// Returns a number without leading zeros, and the text after it. Not inlined: five copies would be more code than the calls.
+/// Returns a number without leading zeros, and the text after it. Not inlined: five copies would be more code than the
+/// calls.
 #[inline(never)]
 fn leading_number(text: &[u8]) -> Option<(u16, &[u8])> {
     let mut number = 0u16;

@@ -1,8 +1,8 @@
 //! Values in flight in order of age: a linked list in a slab, so that any value can be removed in O(1).
 //! [`crate::server::tracker`] and [`crate::client::ejection::flights`] define the values and the meaning of their age.
 
-/// Numbered values, some of which are linked in order of age. It allocates only when more values are in flight than ever
-/// before.
+/// Numbered values, some of which are linked in order of age. It allocates only when more values are in flight than
+/// ever before.
 #[derive(Debug)]
 pub(crate) struct InFlight<T> {
     slots: Vec<Node<T>>,
@@ -27,7 +27,8 @@ impl<T> Default for InFlight<T> {
 }
 
 impl<T: Copy> InFlight<T> {
-    /// Inserts a value without adding it to the order, and returns its number. The number is valid until [`Self::remove`].
+    /// Inserts a value without adding it to the order, and returns its number. The number is valid until
+    /// [`Self::remove`].
     pub(crate) fn insert(&mut self, value: T) -> usize {
         let slot = Node { value, prev: None, next: None, linked: false, taken: true };
         match self.free.pop() {

@@ -43,8 +43,8 @@ pub struct Stamp(pub u32);
 impl Stamp {
     /// Distance in milliseconds between two stamps, in either direction.
     ///
-    /// A stamp in the future is as suspect as an old one. After the clock steps back by an hour, everything stored looks an
-    /// hour old and expires, instead of living for another hour.
+    /// A stamp in the future is as suspect as an old one. After the clock steps back by an hour, everything stored
+    /// looks an hour old and expires, instead of living for another hour.
     pub const fn distance_ms(self, other: Self) -> u32 {
         (self.0.wrapping_sub(other.0) as i32).unsigned_abs()
     }

@@ -3,17 +3,17 @@
 //! Only a hash is sent: 64 bits in hexadecimal, whatever the client sent. It is the same in every process and version.
 //! It is not a secret: two values with the same hash share their cache affinity and nothing else.
 //!
-//! A hint also ranks the replicas (rendezvous hashing): every proxy with the same membership finds the same order, and a
-//! replica that joins or leaves moves only the hints that it ranks first for. The first ones are the hint's *homes*. They
-//! are always among the replicas that a request with the hint probes ([`crate::client::Balancer::ask`]).
+//! A hint also ranks the replicas (rendezvous hashing): every proxy with the same membership finds the same order, and
+//! a replica that joins or leaves moves only the hints that it ranks first for. The first ones are the hint's *homes*.
+//! They are always among the replicas that a request with the hint probes ([`crate::client::Balancer::ask`]).
 
 use std::fmt;
 
 use crate::shared::endpoint::Endpoint;
 use crate::shared::fnv::{FNV_OFFSET, fnv};
 
-/// Number of replicas that are homes of a hint. The second one takes the requests that the first has no room for, so that
-/// they find their data at the next time.
+/// Number of replicas that are homes of a hint. The second one takes the requests that the first has no room for, so
+/// that they find their data at the next time.
 pub const HOMES: usize = 2;
 
 /// Source of a request's hint: at least one of the two. If both are set, they are hashed together.

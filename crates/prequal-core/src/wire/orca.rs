@@ -2,15 +2,15 @@
 //! `client_side_weighted_round_robin` and gRPC's `weighted_round_robin` read. This module defines their content and
 //! their forms in a header.
 //!
-//! Those policies give a replica the weight `rps_fractional / application_utilization`. The utilisation therefore covers
-//! the same time as the rate: it is the mean number of requests in flight, divided by the number that the replica can
-//! serve at once. By Little's law, the weight is then the knee divided by the mean latency, which is the rate that
-//! saturates the replica. The number in flight at one instant would be noisy, and those policies ignore a report with
-//! none in flight.
+//! Those policies give a replica the weight `rps_fractional / application_utilization`. The utilisation therefore
+//! covers the same time as the rate: it is the mean number of requests in flight, divided by the number that the
+//! replica can serve at once. By Little's law, the weight is then the knee divided by the mean latency, which is the
+//! rate that saturates the replica. The number in flight at one instant would be noisy, and those policies ignore a
+//! report with none in flight.
 //!
 //! All numbers that Prequal computes are whole thousandths or millionths, so none can be negative, infinite or NaN.
-//! Numbers of a backend that reports its own load are checked when they are read ([`backend`]). `docs/guide/orca.md` explains
-//! how the fields are used.
+//! Numbers of a backend that reports its own load are checked when they are read ([`backend`]). `docs/guide/orca.md`
+//! explains how the fields are used.
 
 use std::convert::Infallible;
 use std::fmt::{self, Write as _};

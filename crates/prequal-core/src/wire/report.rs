@@ -1,5 +1,5 @@
-//! The wire form of a load report: one header, `x-prequal-load: <rif>;<latency_us or empty>;<ip:port>[;key=value]`. The known
-//! keys are `probe`, `fail`, `up`, `base`, `knee` and `open`.
+//! The wire form of a load report: one header, `x-prequal-load: <rif>;<latency_us or empty>;<ip:port>[;key=value]`. The
+//! known keys are `probe`, `fail`, `up`, `base`, `knee` and `open`.
 //!
 //! The parser accepts any input that a hostile replica may send, and returns a bounded report or an error. It does not
 //! decide whether the report may be trusted: that depends on which replica was probed (see the filter).
@@ -44,9 +44,9 @@ pub struct LoadReport {
     pub rif: u32,
     /// Median of recent latencies at or near that RIF, microseconds; `None` if the replica has no sample.
     pub latency_us: Option<u32>,
-    /// Base latency and knee ([`crate::server::capacity`]). On the wire: `base=` (microseconds, 1 to [`MAX_LATENCY_US`]) and
-    /// `knee=` (requests in flight, 1 to 65 535), both or neither, with `open=1` if the knee may be higher. `None` if the
-    /// replica has served nothing yet or does not report them.
+    /// Base latency and knee ([`crate::server::capacity`]). On the wire: `base=` (microseconds, 1 to
+    /// [`MAX_LATENCY_US`]) and `knee=` (requests in flight, 1 to 65 535), both or neither, with `open=1` if the knee
+    /// may be higher. `None` if the replica has served nothing yet or does not report them.
     pub capacity: Option<Capacity>,
     /// The replica's serving endpoint.
     pub endpoint: Option<Endpoint>,
@@ -60,8 +60,8 @@ pub struct LoadReport {
 }
 
 impl LoadReport {
-    /// Parses the combined header. It works on bytes and is small: every response has such a header, and with cold caches
-    /// the size of the code determines the cost (`docs/results/performance.md`).
+    /// Parses the combined header. It works on bytes and is small: every response has such a header, and with cold
+    /// caches the size of the code determines the cost (`docs/results/performance.md`).
     ///
     /// # Errors
     /// One [`ReportError`] that names the first bad field.

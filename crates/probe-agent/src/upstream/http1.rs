@@ -57,8 +57,8 @@ impl Http1 {
             pool.put_idle(self);
             return;
         }
-        // The response is over before its connection is free: the request body is still being sent, or hyper's task has not run
-        // yet.
+        // The response is over before its connection is free: the request body is still being sent, or hyper's task has
+        // not run yet.
         tokio::spawn(async move {
             match tokio::time::timeout(UPLOAD_GRACE, self.sender.ready()).await {
                 Ok(Ok(())) => pool.put_idle(self),
@@ -105,8 +105,9 @@ impl Replay {
 impl Pool {
     /// Sends a request over HTTP/1.1 and waits for the head of the response.
     ///
-    /// A backend may close an idle connection just as a request is sent on it (RFC 9112 §9.3.1). If nothing of the request was
-    /// written, it is sent on another connection. Otherwise it is sent a second time, on a new connection, if it is idempotent.
+    /// A backend may close an idle connection just as a request is sent on it (RFC 9112 §9.3.1). If nothing of the
+    /// request was written, it is sent on another connection. Otherwise it is sent a second time, on a new connection,
+    /// if it is idempotent.
     pub(crate) async fn send_http1(
         self: &Arc<Self>,
         mut req: Request<Upload>,
@@ -136,8 +137,8 @@ impl Pool {
         }
     }
 
-    /// Sends a request a second time. If that fails, the error is still that of the first attempt, which the backend may have
-    /// processed.
+    /// Sends a request a second time. If that fails, the error is still that of the first attempt, which the backend
+    /// may have processed.
     async fn send_again(
         self: &Arc<Self>,
         replay: Box<Replay>,

@@ -193,14 +193,15 @@ impl Pool {
             return Ok(None);
         }
         match self.wait_for_stream(Instant::now()).await {
-            // HTTP/1 servers may also close without an answer, for example during a restart. This says nothing about the next
-            // connection.
+            // HTTP/1 servers may also close without an answer, for example during a restart. This says nothing about
+            // the next connection.
             Err(ForwardError::NoHttp2 | ForwardError::Silent) if !needs_http2 => Ok(None),
             slot => slot.map(Some),
         }
     }
 
-    /// Returns whether the backend speaks only HTTP/1. Once that answer is old, asks again without making requests wait.
+    /// Returns whether the backend speaks only HTTP/1. Once that answer is old, asks again without making requests
+    /// wait.
     fn http1_only(self: &Arc<Self>) -> bool {
         let mut http2 = self.http2();
         let Some(since) = http2.http1_only else { return false };
@@ -313,7 +314,8 @@ impl Pool {
         }
     }
 
-    /// Opens a connection. The attempt does not belong to any single request: if one goes away, the others still use it.
+    /// Opens a connection. The attempt does not belong to any single request: if one goes away, the others still use
+    /// it.
     async fn dial(self: Arc<Self>) {
         // While a backend restarts, a connection that the old process accepted may close.
         let opened = match Box::pin(self.open_http2()).await {
@@ -365,8 +367,8 @@ impl Pool {
         Box::pin(self.greet(stream)).await
     }
 
-    /// Opens HTTP/2 and waits for the `SETTINGS` that every HTTP/2 server sends first. Before them, neither the number of streams
-    /// nor whether the backend is alive is known.
+    /// Opens HTTP/2 and waits for the `SETTINGS` that every HTTP/2 server sends first. Before them, neither the number
+    /// of streams nor whether the backend is alive is known.
     async fn greet<T>(&self, io: T) -> Result<Conn, Failure>
     where
         T: AsyncRead + AsyncWrite + Send + Unpin + 'static,
@@ -412,7 +414,8 @@ const HTTP1_ONLY_MEMORY: Duration = Duration::from_secs(60);
 const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
 /// Time without an answer after which another attempt is made.
 const HEDGE: Duration = Duration::from_millis(100);
-/// Number of waiting requests that one more connection is expected to serve. Common servers allow at least that many streams.
+/// Number of waiting requests that one more connection is expected to serve. Common servers allow at least that many
+/// streams.
 const EXPECTED_STREAMS: usize = 100;
 /// Idle time after which all connections but the first are closed.
 const SPARE_IDLE: Duration = Duration::from_secs(60);

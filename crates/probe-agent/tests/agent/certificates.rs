@@ -176,8 +176,8 @@ async fn a_new_certificate_is_used_and_connections_stay_open() {
     assert!(get(&mut open, "/", "close").await.unwrap().starts_with("HTTP/1.1 200"), "never cut");
 }
 
-/// The kubelet updates a Secret like this: `tls.crt` leads to `..data/tls.crt`, `..data` to a folder, and a rename replaces the
-/// link `..data`.
+/// The kubelet updates a Secret like this: `tls.crt` leads to `..data/tls.crt`, `..data` to a folder, and a rename
+/// replaces the link `..data`.
 #[tokio::test]
 async fn a_secret_updated_by_kubernetes_is_read_again() {
     let ca = Authority::new();

@@ -137,7 +137,8 @@ async fn a_complete_response_does_not_wait_for_the_upload() {
     }
 }
 
-/// Sends an upload, then another request on the same connection if the first answer allows that. Returns the first head.
+/// Sends an upload, then another request on the same connection if the first answer allows that. Returns the first
+/// head.
 async fn upload_and_go_on(addr: SocketAddr, len: usize) -> String {
     let mut tcp = TcpStream::connect(addr).await.unwrap();
     let head = format!("POST / HTTP/1.1\r\nhost: a\r\ncontent-length: {len}\r\n\r\n");
@@ -271,7 +272,8 @@ async fn extended_connect(
     protocol: Option<&'static str>,
 ) -> Response<Incoming> {
     let mut client = client2(addr).await;
-    // A client may send this CONNECT only after the server's SETTINGS allow it. A reply to a probe shows that they have arrived.
+    // A client may send this CONNECT only after the server's SETTINGS allow it. A reply to a probe shows that they have
+    // arrived.
     let request = Request::get(format!("http://{addr}/prequal/probe")).body(Empty::<Bytes>::new()).unwrap();
     client.send_request(request).await.unwrap();
     let mut request = Request::connect(format!("http://app.example{path}"))

@@ -1,4 +1,5 @@
-//! Dependencies of a build without the default features. A service that only uses the tower layer must not pay for the proxy.
+//! Dependencies of a build without the default features. A service that only uses the tower layer must not pay for the
+//! proxy.
 
 use std::collections::BTreeSet;
 use std::process::Command;

@@ -1,5 +1,5 @@
-//! Input from a hostile or broken client: it is refused with a clear status, the connection stays in a sane state, and RIF is
-//! zero.
+//! Input from a hostile or broken client: it is refused with a clear status, the connection stays in a sane state, and
+//! RIF is zero.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -45,8 +45,8 @@ async fn version(response: Response<Incoming>) -> String {
     String::from_utf8(body.to_vec()).unwrap()
 }
 
-/// Starts a backend of both versions that returns the version of the request. `greet` runs before each connection, with its
-/// number, and returns whether the connection goes on.
+/// Starts a backend of both versions that returns the version of the request. `greet` runs before each connection, with
+/// its number, and returns whether the connection goes on.
 async fn backend_after<F, R>(greet: F) -> SocketAddr
 where
     F: Fn(usize) -> R + Send + Sync + 'static,
@@ -163,8 +163,8 @@ async fn a_silent_connection_delays_no_request() {
     assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
 }
 
-/// Starts a backend that allows `streams` on a connection, and counts the requests that it is handling. No request ends before
-/// `go`.
+/// Starts a backend that allows `streams` on a connection, and counts the requests that it is handling. No request ends
+/// before `go`.
 async fn limited(streams: u32) -> (SocketAddr, Arc<AtomicUsize>, Arc<Semaphore>) {
     let (in_hand, go) = (Arc::new(AtomicUsize::new(0)), Arc::new(Semaphore::new(0)));
     let (counter, gate) = (in_hand.clone(), go.clone());
@@ -272,8 +272,8 @@ enum Act {
     GoAway,
 }
 
-/// Starts a backend that reacts to its first requests with `acts`, as soon as it has `after` bytes of the body, and echoes all
-/// others. Also returns the number of requests seen.
+/// Starts a backend that reacts to its first requests with `acts`, as soon as it has `after` bytes of the body, and
+/// echoes all others. Also returns the number of requests seen.
 async fn refusing(acts: &'static [Act], after: usize) -> (SocketAddr, Arc<AtomicUsize>) {
     let requests = Arc::new(AtomicUsize::new(0));
     let seen = requests.clone();
@@ -399,8 +399,8 @@ async fn a_request_is_sent_again_only_if_kept_and_unprocessed() {
     }
 }
 
-/// Starts a backend that accepts a number of requests on each connection; the last number applies to all later connections.
-/// With the last request that it accepts, it sends GOAWAY. It ignores those that come after it.
+/// Starts a backend that accepts a number of requests on each connection; the last number applies to all later
+/// connections. With the last request that it accepts, it sends GOAWAY. It ignores those that come after it.
 async fn accepting(numbers: &'static [u32]) -> SocketAddr {
     let connections = AtomicUsize::new(0);
     raw_backend(move |mut tcp| {
@@ -472,8 +472,8 @@ async fn a_backend_that_accepts_more_requests_again_needs_few_connections() {
     assert!(connections <= 3, "{connections} connections");
 }
 
-/// Serves one connection as an HTTP/2 server: answers each request once its head is there, and stops after `most`. The rest of
-/// their bodies is not read.
+/// Serves one connection as an HTTP/2 server: answers each request once its head is there, and stops after `most`. The
+/// rest of their bodies is not read.
 fn answer_heads(tcp: &mut std::net::TcpStream, most: usize) -> io::Result<()> {
     tcp.read_exact(&mut [0; 24])?;
     tcp.write_all(&frame(SETTINGS, 0, 0, &[]))?;

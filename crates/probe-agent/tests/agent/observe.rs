@@ -1,4 +1,5 @@
-//! How operators observe an agent: connections are counted and limited, failures are logged and counted, requests are logged.
+//! How operators observe an agent: connections are counted and limited, failures are logged and counted, requests are
+//! logged.
 
 use std::net::SocketAddr;
 use std::os::fd::AsRawFd;

@@ -244,7 +244,8 @@ async fn silent(addr: SocketAddr) -> (Sender<Bytes>, JoinHandle<Response<Incomin
     (sender, tokio::spawn(async move { client.send_request(posted(body)).await.unwrap() }))
 }
 
-/// Returns the status of a call that is always refused and leaves nothing behind: there is no room, or the request is not valid.
+/// Returns the status of a call that is always refused and leaves nothing behind: there is no room, or the request is
+/// not valid.
 async fn refusal(addr: SocketAddr) -> HeaderValue {
     call(addr, vec![]).await.headers()["grpc-status"].clone()
 }
@@ -419,7 +420,8 @@ async fn the_reports_of_a_backend_provide_the_utilisation() {
         value.contains(",named_metrics.prequal_rif=0,") && value.ends_with(",named_metrics.kv=0.25"),
         "{value}"
     );
-    // The backend's load is also passed on with responses that carry no report of the backend, out of band, and as a metric.
+    // The backend's load is also passed on with responses that carry no report of the backend, out of band, and as a
+    // metric.
     let (head, _) = fetch(on.addr, "/").await;
     assert!(load_headers(&head.headers)[0].1.contains("cpu_utilization=0.625000"));
     let mut stream = call(on.addr, asking(100)).await;
@@ -450,8 +452,8 @@ async fn the_reports_of_a_backend_provide_the_utilisation() {
         assert!(String::from_utf8_lossy(&page).contains(line), "{line}");
     }
 
-    // Here, another metric of the backend is used as its utilisation. The agent asked for the report, so the client does not get
-    // it. A client that asks for it itself does.
+    // Here, another metric of the backend is used as its utilisation. The agent asked for the report, so the client
+    // does not get it. A client that asks for it itself does.
     let named = reads("named_metrics.kv", None);
     let (head, _) = fetch(named.addr, "/says").await;
     assert_eq!(

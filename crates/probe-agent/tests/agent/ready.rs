@@ -48,7 +48,8 @@ async fn a_backend_that_listens_is_ready() {
     assert_eq!(readyz(&agent).await, (StatusCode::OK, "ok\n".to_owned()));
 }
 
-/// Starts a backend that answers `/health?deep` with the status in `health`, or not at all if that is 0. Counts the requests.
+/// Starts a backend that answers `/health?deep` with the status in `health`, or not at all if that is 0. Counts the
+/// requests.
 async fn with_health(health: Arc<AtomicU16>, asked: Arc<AtomicUsize>) -> SocketAddr {
     backend(move |req| {
         asked.fetch_add(1, Ordering::Relaxed);

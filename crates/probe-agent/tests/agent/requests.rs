@@ -1,5 +1,5 @@
-//! Every way that a request can take through the agent, over real sockets: what arrives, what counts, and that RIF always returns
-//! to zero.
+//! Every way that a request can take through the agent, over real sockets: what arrives, what counts, and that RIF
+//! always returns to zero.
 
 use std::io;
 use std::sync::Arc;

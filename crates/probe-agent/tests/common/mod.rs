@@ -216,8 +216,9 @@ impl Process {
     }
 }
 
-/// Returns an address that refuses every connection until a test listens there. The system gives the port to no other test,
-/// because a socket stays bound to it; `SO_REUSEADDR` on both sockets makes it possible to bind the port by its number.
+/// Returns an address that refuses every connection until a test listens there. The system gives the port to no other
+/// test, because a socket stays bound to it; `SO_REUSEADDR` on both sockets makes it possible to bind the port by its
+/// number.
 pub async fn dead_backend() -> SocketAddr {
     let socket = TcpSocket::new_v4().unwrap();
     socket.set_reuseaddr(true).unwrap();

@@ -1,7 +1,7 @@
 //! `cargo xtask compose --check`: runs each fault in turn against its goals, and checks that nothing is left behind.
 //!
-//! The goals apply to the side with Prequal. The figures of the other side, which has no Prequal, are printed beside them:
-//! they show that the fault took effect.
+//! The goals apply to the side with Prequal. The figures of the other side, which has no Prequal, are printed beside
+//! them: they show that the fault took effect.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -106,7 +106,8 @@ const RECOVERED: u64 = 10;
 /// Goal for p99, as a multiple of the calm p99.
 const TAIL: f64 = 1.5;
 
-/// If the load generator's own p99 lateness in a window exceeds this, ms, the window measures the machine, not the fleet.
+/// If the load generator's own p99 lateness in a window exceeds this, ms, the window measures the machine, not the
+/// fleet.
 const BUSY_MS: f64 = 5.0;
 
 /// If the machine delays the load generator for this long, ms, it also delays the services beyond Envoy's timeout.

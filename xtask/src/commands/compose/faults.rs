@@ -1,7 +1,7 @@
 //! The faults of the demo.
 //!
-//! Most faults are requested from the page, which passes the request to the right program. Faults that need the container
-//! engine are carried out only here: no container has the engine's socket.
+//! Most faults are requested from the page, which passes the request to the right program. Faults that need the
+//! container engine are carried out only here: no container has the engine's socket.
 
 use std::os::unix::process::CommandExt as _;
 use std::process::{Command, Stdio};

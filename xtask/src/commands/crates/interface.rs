@@ -1,9 +1,9 @@
 //! The public API of each published crate, compared with the listing in its folder's `public-api.txt`.
 //!
 //! This comparison replaces `cargo semver-checks`, which takes minutes to compile. rustdoc describes a library as JSON,
-//! and the crate `public-api` turns that into one line for each public item. A listing holds these lines and the version
-//! that made the last breaking change. Once that version is released (CHANGELOG.md has its date), removing or changing a
-//! line requires a version that cargo treats as incompatible.
+//! and the crate `public-api` turns that into one line for each public item. A listing holds these lines and the
+//! version that made the last breaking change. Once that version is released (CHANGELOG.md has its date), removing or
+//! changing a line requires a version that cargo treats as incompatible.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -156,7 +156,8 @@ enum Verdict {
     Same,
     /// The listing must be rewritten.
     Outdated(String),
-    /// Code that compiles with the listed version may no longer compile, although the new version promises that it does.
+    /// Code that compiles with the listed version may no longer compile, although the new version promises that it
+    /// does.
     Breaks(String),
 }
 
@@ -215,8 +216,8 @@ impl Listing {
     }
 }
 
-/// Whether a line of `public-api` is a promise to users. The other lines are internal to the compiler, or say that a type
-/// lacks a trait.
+/// Whether a line of `public-api` is a promise to users. The other lines are internal to the compiler, or say that a
+/// type lacks a trait.
 fn is_promise(line: &str) -> bool {
     let subject = line.split(" for ").next().unwrap_or_default();
     let lacks_trait = line.contains(" !core::");

@@ -1,8 +1,8 @@
-//! Pins the images in the manifests of `envoy-configs/` and in the chart to this release's digests, so that the released
-//! images run, whatever a registry's tags name later.
+//! Pins the images in the manifests of `envoy-configs/` and in the chart to this release's digests, so that the
+//! released images run, whatever a registry's tags name later.
 //!
-//! Envoy's image is pinned too if its digest is given. Still named by tag: the user's own images, and those from which the
-//! overlays of `kubernetes/` take the filter.
+//! Envoy's image is pinned too if its digest is given. Still named by tag: the user's own images, and those from which
+//! the overlays of `kubernetes/` take the filter.
 
 use std::path::Path;
 
@@ -12,8 +12,8 @@ use super::oci::{Entry, entries_of};
 
 /// Digests of the images that a release's tags name: `sha256:` and 64 hexadecimal digits.
 pub(super) struct Digests<'a> {
-    /// Digest of the module's image. Istio compares it with `sha256` if the URL names an image; the checksum of the module
-    /// itself is only for the URL of a file.
+    /// Digest of the module's image. Istio compares it with `sha256` if the URL names an image; the checksum of the
+    /// module itself is only for the URL of a file.
     pub(super) module: &'a str,
     /// Digest of the native module's image, for every architecture.
     pub(super) native: &'a str,
@@ -34,7 +34,8 @@ pub(super) fn digest(text: &str) -> Result<String, String> {
 pub(super) fn pinned(configs: &Path, version: &str, digests: &Digests<'_>) -> Result<Vec<Entry>> {
     let mut files = Vec::new();
     let mut count = 0;
-    // The archive of programs has a file `plb`, so that folder has another name, in case both are unpacked in one place.
+    // The archive of programs has a file `plb`, so that folder has another name, in case both are unpacked in one
+    // place.
     let folders = ["envoy-gateway", "istio", "kubernetes"].map(|folder| (folder, folder));
     for (folder, name) in folders.into_iter().chain([("plb", "plb-daemon")]) {
         for mut file in entries_of(&configs.join(folder))? {

@@ -1,8 +1,8 @@
 //! Container images as OCI image layouts, written without a container engine and verified after writing.
 //!
 //! There are two kinds. One is an ordinary image of programs, with one manifest for each architecture. The other is the
-//! module in the "compat" form of the Wasm Image Specification, which Istio's WasmPlugin and Envoy Gateway fetch: the last
-//! layer of the image is `application/vnd.oci.image.layer.v1.tar+gzip` and holds `plugin.wasm`.
+//! module in the "compat" form of the Wasm Image Specification, which Istio's WasmPlugin and Envoy Gateway fetch: the
+//! last layer of the image is `application/vnd.oci.image.layer.v1.tar+gzip` and holds `plugin.wasm`.
 //!
 //! The bytes depend only on the content and on [`Stamp`]: files are in the order given, the owner is 0, times are the
 //! commit's, and the gzip header has no name or time.
@@ -42,8 +42,8 @@ pub(super) struct Image {
     pub(super) annotations: BTreeMap<&'static str, String>,
 }
 
-/// Writes `images` as a layout into the empty folder `dir`, tagged with the version. Several architectures share one index,
-/// as in registries. Returns the digest that the tag names.
+/// Writes `images` as a layout into the empty folder `dir`, tagged with the version. Several architectures share one
+/// index, as in registries. Returns the digest that the tag names.
 pub(super) fn write(dir: &Path, images: &[Image], stamp: &Stamp) -> Result<String> {
     fs::create_dir_all(dir.join("blobs/sha256"))?;
     let mut manifests = Vec::new();
@@ -118,8 +118,8 @@ pub(super) struct Verified {
     pub(super) files: BTreeMap<String, Vec<u8>>,
 }
 
-/// Reads a layout as a registry client would, and fails on the first violation of the specification. Checks every digest
-/// and size, the media types, the configuration's `diff_ids`, and that every blob is referenced.
+/// Reads a layout as a registry client would, and fails on the first violation of the specification. Checks every
+/// digest and size, the media types, the configuration's `diff_ids`, and that every blob is referenced.
 pub(super) fn verify(dir: &Path) -> Result<Vec<Verified>> {
     let layout = json_file(&dir.join("oci-layout"))?;
     ensure!(layout["imageLayoutVersion"] == "1.0.0", "oci-layout: not version 1.0.0");

@@ -1,9 +1,9 @@
 //! The origin of a release as an in-toto statement with SLSA provenance, and a signature over it.
 //!
-//! The statement names every file of the release and its images by digest, with the commit, `Cargo.lock` and the compiler
-//! that they were made from. It is the same in every run. The signature is a DSSE envelope with ECDSA on P-256, the format
-//! that cosign writes and reads. `openssl` computes the signature, so that no key passes through this project's code. One
-//! envelope covers the module, the programs and the images.
+//! The statement names every file of the release and its images by digest, with the commit, `Cargo.lock` and the
+//! compiler that they were made from. It is the same in every run. The signature is a DSSE envelope with ECDSA on
+//! P-256, the format that cosign writes and reads. `openssl` computes the signature, so that no key passes through this
+//! project's code. One envelope covers the module, the programs and the images.
 //!
 //! Not covered here: who may sign, transparency logs, and signatures beside the images in a registry
 //! (docs/guide/releasing.md).
@@ -22,8 +22,8 @@ use sha2::{Digest as _, Sha256};
 use super::{DIRTY, NAME, SUMS, Stamp, oci};
 use crate::{run, workspace};
 
-/// The statement about `files` and `images`, each given as name and digest. `envoy` is the digest of Envoy's image that the
-/// manifests name.
+/// The statement about `files` and `images`, each given as name and digest. `envoy` is the digest of Envoy's image that
+/// the manifests name.
 pub(super) fn statement(
     files: &BTreeMap<String, Vec<u8>>,
     images: &[(&str, &str)],
@@ -83,8 +83,8 @@ pub(super) fn sign(dir: &Path, version: &str, key: &Path) -> Result<String> {
     Ok(name)
 }
 
-/// Verifies the release in `dir` with the public key in `key` (PEM), without a network; returns a line that says what was
-/// verified. Missing files are allowed; files that the statement does not name are an error.
+/// Verifies the release in `dir` with the public key in `key` (PEM), without a network; returns a line that says what
+/// was verified. Missing files are allowed; files that the statement does not name are an error.
 pub(super) fn verify(dir: &Path, key: &Path) -> Result<String> {
     let (statement, payload) = signed_statement(dir, key)?;
     ensure!(statement["_type"] == STATEMENT, "what is signed is not an in-toto statement of version 1");

@@ -23,8 +23,8 @@ pub(super) struct Library {
     versions: BTreeSet<String>,
 }
 
-/// The newest glibc that the module may need: that of Ubuntu 22.04, on which Envoy's usual image is built. The distroless
-/// image has Debian 12's, 2.36.
+/// The newest glibc that the module may need: that of Ubuntu 22.04, on which Envoy's usual image is built. The
+/// distroless image has Debian 12's, 2.36.
 const NEWEST_GLIBC: (u32, u32) = (2, 35);
 
 /// Prefixes of the names of hooks, and of Envoy's functions.

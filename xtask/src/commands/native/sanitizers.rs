@@ -1,8 +1,9 @@
 //! Unit tests of the native module under LLVM's sanitizers, with the stable compiler.
 //!
-//! The state that threads share (`crates/prequal-native/src/store.rs`) is lock-free and uses a library with unsafe code.
-//! ThreadSanitizer finds unsynchronised accesses; AddressSanitizer finds uses of freed values. For ThreadSanitizer the standard
-//! library is instrumented too, so that it knows which accesses that library's locks order.
+//! The state that threads share (`crates/prequal-native/src/store.rs`) is lock-free and uses a library with unsafe
+//! code. ThreadSanitizer finds unsynchronised accesses; AddressSanitizer finds uses of freed values. For
+//! ThreadSanitizer the standard library is instrumented too, so that it knows which accesses that library's locks
+//! order.
 
 use std::path::Path;
 use std::time::Instant;

@@ -1,5 +1,5 @@
-//! Runs the test programs, two in parallel because most of their tests wait for sockets and clocks. Prints the output of
-//! each in one piece when it ends. Tests that failed run once more, alone.
+//! Runs the test programs, two in parallel because most of their tests wait for sockets and clocks. Prints the output
+//! of each in one piece when it ends. Tests that failed run once more, alone.
 //!
 //! `test.rs` decides what is built, and what a failure means for the run.
 
@@ -16,14 +16,15 @@ use anyhow::{Context as _, Result, bail, ensure};
 use crate::run::TestProgram;
 use crate::{progress, run, workspace};
 
-/// Maximum number of failed tests to retry. Real processes on a busy machine can miss a limit by chance; more failures than
-/// this are not chance.
+/// Maximum number of failed tests to retry. Real processes on a busy machine can miss a limit by chance; more failures
+/// than this are not chance.
 const MOST_RETRIED: usize = 4;
 
 /// Programs whose tests only wait for sockets and clocks. They run more tests in parallel than there are cores.
 const WAITING: [&str; 2] = ["agent", "host"];
 
-/// The program whose tests start Envoys. Each of its tests keeps less than a third of a core busy (300 s of CPU time in all).
+/// The program whose tests start Envoys. Each of its tests keeps less than a third of a core busy (300 s of CPU time in
+/// all).
 const ENVOYS: &str = "e2e";
 
 /// The slowest programs, which start first; the others follow in cargo's order. `docs` is not listed, so that it starts
@@ -43,8 +44,8 @@ pub(super) struct Done {
     pub(super) skipped: Vec<String>,
 }
 
-/// Runs all of `programs`, `at_a_time` in parallel, and the examples in doc comments if `documentation` is set. An error
-/// names each test that failed.
+/// Runs all of `programs`, `at_a_time` in parallel, and the examples in doc comments if `documentation` is set. An
+/// error names each test that failed.
 pub(super) fn run(
     mut programs: Vec<TestProgram>,
     at_a_time: usize,
@@ -153,8 +154,8 @@ impl ProgramRunner<'_> {
             .collect()
     }
 
-    /// Runs one program and waits for it, with the environment that tests read. Its output goes to target/tests as it is
-    /// written.
+    /// Runs one program and waits for it, with the environment that tests read. Its output goes to target/tests as it
+    /// is written.
     fn one(&self, name: &str, command: &mut Command) -> Result<Ran> {
         let log = self.folder.join(format!("{name}.log"));
         let file = File::create(&log).with_context(|| format!("writing {}", log.display()))?;

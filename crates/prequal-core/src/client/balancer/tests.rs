@@ -196,8 +196,8 @@ fn request<S: Store>(balancer: &mut Balancer<S, Counts>, at: u64, failed: bool) 
     chosen
 }
 
-/// A proxy that knows its hosts sets them: those that left are forgotten at once, however many they are, and other workers
-/// follow at their tick.
+/// A proxy that knows its hosts sets them: those that left are forgotten at once, however many they are, and other
+/// workers follow at their tick.
 #[test]
 fn a_proxy_can_provide_the_membership() {
     let host = Host::default();
@@ -552,7 +552,8 @@ fn a_worker_rests_while_the_cluster_is_idle() {
     let mut config = config(Profile::Default, 3);
     config.pool.verified_probes = true;
     let mut worker = balancer(config, &Memory);
-    /// Returns the number of ticks at which the worker did not rest, and the number of their probes, which are answered.
+    /// Returns the number of ticks at which the worker did not rest, and the number of their probes, which are
+    /// answered.
     fn ticks(worker: &mut Balancer<Memory, Counts>, times: std::ops::Range<u64>) -> (usize, u32) {
         let (mut awake, mut probes) = (0, 0);
         for at in times.step_by(250) {

@@ -213,8 +213,9 @@ fn a_reported_failure_share_ejects_but_a_single_failure_does_not() {
     assert!(!scene.table.is_ejected(replica(1)), "it has come to agree");
 }
 
-/// Simulates half a minute of a fleet whose replicas fail these shares of their requests, with `rate` requests a second each.
-/// Returns the fraction of time for which a client ejects each replica, judging by its own requests and by their reports.
+/// Simulates half a minute of a fleet whose replicas fail these shares of their requests, with `rate` requests a second
+/// each. Returns the fraction of time for which a client ejects each replica, judging by its own requests and by their
+/// reports.
 fn ejected_of_fleet(shares: &[f64], rate: u64, seed: u64) -> Vec<f64> {
     let replicas = shares.len() as u64;
     let mut scene = Scene::new();

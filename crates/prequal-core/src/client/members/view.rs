@@ -357,7 +357,8 @@ mod tests {
                 host.tick(&mut view, ms(0));
             }
         }
-        // Long after the fleet was learned, at 500 requests a second. The policy's turn has just passed the newcomer's place.
+        // Long after the fleet was learned, at 500 requests a second. The policy's turn has just passed the newcomer's
+        // place.
         let (began, mut turn) = (60_000, 0);
         pool.set_members(view.members().count(), view.members().samples(), ms(0));
         let found = (began..began + 20_000).step_by(2).find(|at| {

@@ -1,5 +1,5 @@
-//! Error of the reported base latencies. Where requests are few and differ, equal replicas report different latencies by
-//! chance, and without this estimate all clients would prefer the lucky ones.
+//! Error of the reported base latencies. Where requests are few and differ, equal replicas report different latencies
+//! by chance, and without this estimate all clients would prefer the lucky ones.
 
 use super::Entry;
 use crate::shared::capacity::FADES_US;

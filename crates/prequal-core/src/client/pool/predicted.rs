@@ -14,8 +14,9 @@ use crate::shared::capacity::Capacity;
 use crate::shared::endpoint::Endpoint;
 use crate::shared::time::Stamp;
 
-/// Entries within this factor of the lowest cost count as equal; the error of the estimates widens it ([`Noise`]). With a narrow band, a replica that has recovered would never get its traffic back: it looks
-/// slow, so it gets no requests, so it keeps looking slow.
+/// Entries within this factor of the lowest cost count as equal; the error of the estimates widens it ([`Noise`]). With
+/// a narrow band, a replica that has recovered would never get its traffic back: it looks slow, so it gets no requests,
+/// so it keeps looking slow.
 const BAND: f32 = 1.35;
 /// The same factor where weights differ. Noise must not decide then, and RIF relative to the weight keeps queues
 /// balanced.
@@ -40,8 +41,8 @@ const OVERDUE_MS: u32 = 8000;
 /// After a trial, a replica that reports at most this fraction of its earlier base latency gets another trial.
 const PROMISING: f64 = 0.8;
 /// Reports younger than this count as equally fresh, milliseconds, and so do older ones up to [`FRESH_COSTS`]. Beyond
-/// this limit, ages are grouped by powers of two of it. Within milliseconds it is only chance which replica reported last. If
-/// that decided, requests would follow each other to the same replica.
+/// this limit, ages are grouped by powers of two of it. Within milliseconds it is only chance which replica reported
+/// last. If that decided, requests would follow each other to the same replica.
 const FRESH_MS: u32 = 32;
 /// The same limit as a multiple of the lowest cost, rounded down to a power of two of milliseconds. While the requests
 /// that a report counts may still be there, its age says nothing; turns, which keep requests evenly spaced, then do

@@ -217,8 +217,8 @@ mod tests {
         due.addressed + due.discovery
     }
 
-    /// Sends requests at these times, each wanting as many probes as possible. `answers` returns whether any earlier probe is
-    /// answered.
+    /// Sends requests at these times, each wanting as many probes as possible. `answers` returns whether any earlier
+    /// probe is answered.
     fn requests(
         clock: &mut Clock,
         times: impl Iterator<Item = u32>,

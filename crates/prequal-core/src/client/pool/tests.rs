@@ -646,7 +646,8 @@ fn an_entry_that_no_report_can_produce_is_refused() {
     }
 }
 
-/// Found by fuzzing: counts that no worker writes became rates that the next worker refused, and the pool was then lost.
+/// Found by fuzzing: counts that no worker writes became rates that the next worker refused, and the pool was then
+/// lost.
 #[test]
 fn a_blob_that_is_accepted_is_accepted_again_after_a_pick() {
     let settings = Profile::Default.pool_settings();
@@ -862,7 +863,8 @@ impl Scene {
     }
 }
 
-/// Counts how often each replica was picked in `rounds` rounds. Every replica answers at once and reports as `reports` says.
+/// Counts how often each replica was picked in `rounds` rounds. Every replica answers at once and reports as `reports`
+/// says.
 fn shares<const N: usize>(
     scene: &mut Scene,
     rounds: u64,
@@ -1065,8 +1067,8 @@ fn a_replica_that_looks_far_slower_gets_a_request_in_4000_and_more_as_soon_as_it
         }
     }
     assert!((2..=MOST).contains(&tried.len()), "{tried:?}");
-    // The next trial finds the replica healed, which its reports show gradually. It is tried again after each report, free of
-    // charge, for as long as the reported latency falls.
+    // The next trial finds the replica healed, which its reports show gradually. It is tried again after each report,
+    // free of charge, for as long as the reported latency falls.
     let mut at = 12_000;
     let mut round = |scene: &mut Scene, slow_ms| {
         at += 1;
@@ -1107,8 +1109,8 @@ fn trials_of_replicas_that_look_slightly_slower_leave_those_of_a_far_slower_one_
     assert!((35..=45).contains(&tried[2]) && (4..=6).contains(&tried[3]), "{tried:?}");
 }
 
-/// Number of requests in flight at a replica of an unknown number of slots that gets every request the pool sends it. It
-/// reports `capacity`; three others report a knee of eight and one free slot.
+/// Number of requests in flight at a replica of an unknown number of slots that gets every request the pool sends it.
+/// It reports `capacity`; three others report a knee of eight and one free slot.
 fn held(capacity: Capacity) -> u32 {
     let mut scene = Scene::new(plain());
     (0..3).for_each(|n| scene.capable(0, n, 7, capacity.base_us / 1000, 8));
@@ -1177,9 +1179,9 @@ fn a_busy_replica_is_not_tried_even_if_another_report_improves() {
     }
 }
 
-/// Runs ten replicas that take 20 ms per request. One of them reports a base latency of a microsecond, a knee of one, and its
-/// RIF. Envoy's own policy takes turns. Returns, for requests every `every_us`, the number that each replica served and the
-/// number that Envoy's policy placed.
+/// Runs ten replicas that take 20 ms per request. One of them reports a base latency of a microsecond, a knee of one,
+/// and its RIF. Envoy's own policy takes turns. Returns, for requests every `every_us`, the number that each replica
+/// served and the number that Envoy's policy placed.
 fn with_a_liar(every_us: u64, burst_guard: bool) -> ([usize; 10], usize) {
     const TAKES_US: u64 = 20_000;
     const LIAR: usize = 0;
@@ -1217,8 +1219,8 @@ fn with_a_liar(every_us: u64, burst_guard: bool) -> ([usize; 10], usize) {
 
 #[test]
 fn a_lying_replica_changes_only_its_own_share() {
-    // `burst_guard` leaves requests to Envoy's policy where even the best replica has far more in flight than usual. A liar
-    // would be that best replica, but it has too few in flight for that, so no guard against it is needed.
+    // `burst_guard` leaves requests to Envoy's policy where even the best replica has far more in flight than usual. A
+    // liar would be that best replica, but it has too few in flight for that, so no guard against it is needed.
     for (every_us, burst_guard) in [(4000, true), (1000, true), (500, true), (1000, false)] {
         let (served, by_envoy) = with_a_liar(every_us, burst_guard);
         assert!(
@@ -1236,7 +1238,8 @@ fn a_lying_replica_changes_only_its_own_share() {
 
 #[test]
 fn a_replica_that_is_much_faster_than_most_is_used_as_it_reports() {
-    // The others take 31 times as long. The fast one is the best until it has sqrt(31) times as many in flight as its knee.
+    // The others take 31 times as long. The fast one is the best until it has sqrt(31) times as many in flight as its
+    // knee.
     let mut scene = Scene::new(plain());
     (1..10).for_each(|n| scene.capable(0, n, 0, 31, 4));
     scene.capable(0, 0, 0, 1, 4);

@@ -1,9 +1,9 @@
 //! Reads and checks a backend's own load report in the format of ORCA, and reduces it to what the report of its sidecar
 //! may carry.
 //!
-//! The utilisations and the metrics that the backend names itself are kept. Its rates are not, because the sidecar counts
-//! requests itself. A report that is malformed or contradicts itself is dropped. From a report that can be read, only
-//! metrics that make no sense are left out.
+//! The utilisations and the metrics that the backend names itself are kept. Its rates are not, because the sidecar
+//! counts requests itself. A report that is malformed or contradicts itself is dropped. From a report that can be read,
+//! only metrics that make no sense are left out.
 
 use std::fmt;
 

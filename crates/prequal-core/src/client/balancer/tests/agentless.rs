@@ -22,7 +22,8 @@ fn placed_by_proxy(balancer: &mut Balancer<Memory, Counts>, at: u64, n: u16) {
     balancer.ended(request, true, false, &proxy);
 }
 
-/// Sends a request, which its replica answers at once. The answer has a report if the replica's number is below `reporting`.
+/// Sends a request, which its replica answers at once. The answer has a report if the replica's number is below
+/// `reporting`.
 fn send(balancer: &mut Balancer<Memory, Counts>, at: u64, reporting: u16, rng: &mut SmallRng) -> Option<u16> {
     let mut request = balancer.begin(ms(at), &[], true, rng);
     let chosen = request.pick.replica.map(number)?;

@@ -1,8 +1,8 @@
 //! Several workers race over one store. Each is a thread with its own balancer.
 //!
-//! Only one thread runs at a time. Before each read and each write of the store, the seed decides whether another thread gets
-//! its turn, so a run repeats exactly. After every event the test compares the stored state with the actions of the workers.
-//! The benchmark `conflicts` measures how often writes conflict in practice.
+//! Only one thread runs at a time. Before each read and each write of the store, the seed decides whether another
+//! thread gets its turn, so a run repeats exactly. After every event the test compares the stored state with the
+//! actions of the workers. The benchmark `conflicts` measures how often writes conflict in practice.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -16,8 +16,8 @@ use crate::client::sync_mode::Answer;
 use crate::shared::blob::Blob;
 
 const FLEET: u16 = 16;
-/// The first four replicas misbehave until half of the race is over: they fail, hang, are refused by the proxy, or fail and
-/// leave.
+/// The first four replicas misbehave until half of the race is over: they fail, hang, are refused by the proxy, or fail
+/// and leave.
 const FAILS: u16 = 0;
 const HANGS: u16 = 1;
 const REFUSED: u16 = 2;
@@ -297,8 +297,8 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Checks after an event's transaction that every waiting report is recorded. The report of `chosen` may be used up.
-    /// Returns whether the worker wrote the pool.
+    /// Checks after an event's transaction that every waiting report is recorded. The report of `chosen` may be used
+    /// up. Returns whether the worker wrote the pool.
     fn transacted(&mut self, before: u32, chosen: Option<Endpoint>) -> bool {
         let state = self.seat.state();
         if state.truth.written[self.seat.id] == before {
@@ -390,8 +390,8 @@ impl<'a> Worker<'a> {
         let named = asked.map(|target| target.replica);
         let leaves = self.left && self.is(LEFT, named);
         if leaves {
-            // It is forgotten in a transaction of its own: the table would not show a replica that one transaction both ejects
-            // and forgets.
+            // It is forgotten in a transaction of its own: the table would not show a replica that one transaction both
+            // ejects and forgets.
             self.tick();
         }
         let (now, _, since) = self.event();

@@ -1,5 +1,5 @@
-//! Decodes and encodes `xds.data.orca.v3.OrcaLoadReport` in base64. It implements only as much of both encodings as this
-//! message needs, so that the module for Envoy needs no protobuf library.
+//! Decodes and encodes `xds.data.orca.v3.OrcaLoadReport` in base64. It implements only as much of both encodings as
+//! this message needs, so that the module for Envoy needs no protobuf library.
 
 use std::collections::BTreeMap;
 
