@@ -206,7 +206,7 @@ impl Detector {
         }
         self.paused_until = None;
         self.congested_rounds = if self.config.k.reached_by(congested, delivered) {
-            (self.congested_rounds + 1).min(self.config.n)
+            self.congested_rounds.saturating_add(1).min(self.config.n)
         } else {
             0
         };
@@ -429,6 +429,8 @@ mod tests {
         assert_eq!(detector.before_send(0), Some(Cause::Idle));
         detector.on_timeout(Duration::MAX, u32::MAX);
         assert!(detector.is_paused(Duration::MAX - SECOND));
+        // More congested rounds than the counter holds, without a packet to send.
+        assert_eq!(play(config(0.5, 1, 255), &[Round(10); 256]), []);
     }
 
     #[test]
