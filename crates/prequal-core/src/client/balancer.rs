@@ -66,8 +66,8 @@ pub struct Tick {
     pub ejected: u32,
     /// Number of replicas known to have no agent.
     pub agentless: u32,
-    /// Whether more than half of the fleet would be ejected, so that no replica is, or has recently failed every second
-    /// request.
+    /// Whether more than half of the fleet would be ejected (so that no replica is), or has recently failed every
+    /// second request.
     pub panic: bool,
     /// Probes to send because no requests have come.
     pub probes: ProbesDue,
@@ -526,7 +526,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
     }
 
     /// Records that the chosen replica has answered or failed the request. An answer can still turn into a failure, but
-    /// each request counts as at most one.
+    /// no request counts as more than one failure.
     fn land(&mut self, now: Micros, request: &mut Request, failed: bool) {
         let settings = &self.config.pool.ejection;
         // Failures matter only if they can eject.

@@ -8,8 +8,8 @@
 //!
 //! A replica is **ejected** for one of these [`Reason`]s:
 //!
-//! - *failing*: at least two of the requests that this Envoy recently sent to the replica have failed (the last
-//!   [`MEMORY`], fading over 10 s), and their share exceeds that of the other replicas by at least
+//! - *failing*: of the last [`MEMORY`] requests that this Envoy sent to the replica (fading over 10 s), at least two
+//!   have failed, and their share exceeds that of the other replicas by at least
 //!   [`EjectionSettings::failure_share`]. The rule uses a share, not a run of failures, because a replica that fails
 //!   every third request hardly ever fails five in a row. One failure in a thousand never ejects a replica.
 //! - *reported*: the replica itself reports failures, and the others do not. A replica that lies about this hurts only
@@ -270,7 +270,7 @@ impl Record {
     }
 
     fn eject(&mut self, reason: Reason, vouch: bool, now: Stamp) -> Change {
-        // A relapse resumes the previous back-off, except for an unresponsive replica, which may only have paused.
+        // A relapse doubles the previous back-off, except for an unresponsive replica, which may only have paused.
         let relapsed = reason != Reason::Unresponsive && now.distance_ms(self.since) < VOUCHED_MS;
         let backoff_ms = if relapsed { self.backoff_ms.saturating_mul(2) } else { 0 };
         self.backoff_ms = backoff_ms.clamp(MIN_BACKOFF_MS, MAX_BACKOFF_MS);
@@ -312,7 +312,7 @@ impl Record {
         if self.streak > 0 && self.agrees(settings) { STREAK_GAP_MS } else { self.backoff_ms }
     }
 
-    /// Whether the replica reports no more failures than the others.
+    /// Whether the replica reports few enough failures to return.
     fn agrees(&self, settings: &EjectionSettings) -> bool {
         settings.forgives(self.reported)
     }
@@ -663,7 +663,7 @@ impl EjectionTable {
                 *count += 1;
             }
         }
-        // A replica that is healthy for this worker may fail for another.
+        // A replica that is healthy for this worker may fail for another; it must not be counted twice.
         let well = self.well.min(self.members.saturating_sub(failing + 1));
         let count = well + failing;
         let mut left = (count.saturating_sub(1) / 2).checked_sub(well);

@@ -1,4 +1,4 @@
-//! Label values of the metrics, in the order of the variants that they name. Every host uses them, so that one
+//! Label values of the metrics, each list in the order that its comment names. Every host uses them, so that one
 //! dashboard fits every host.
 
 use super::count::{ProbeEnd, ReportEnd};

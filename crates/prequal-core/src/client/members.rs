@@ -133,7 +133,8 @@ struct Member {
     hits: u16,
     /// 0 if the serving port answers probes.
     probe_port: u16,
-    /// Weight at the last sample that met it. It must not decrease with every sample that no longer meets the replica.
+    /// Weight at the last sample that met it. While no sample meets the replica, its weight must not decrease: with a
+    /// lower weight, the replica would count as in use for longer.
     weight: u16,
     rank: u8,
     /// 1 once the replica has reported its load.

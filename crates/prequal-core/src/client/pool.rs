@@ -10,9 +10,10 @@
 //!   reaches ([`HotRule::Ge`], §5.3) θ, the `q_rif` quantile of recently reported RIFs. If any entry is cold, the cold
 //!   entry with the lowest latency wins; otherwise the lowest RIF wins. With fewer than two entries the pool makes no
 //!   choice, and the caller's own policy serves the request.
-//! - **Unknown latency**: an idle replica that reports no latency ranks first. Picking it raises its RIF in the pool,
-//!   so it gets one request; then, as a *busy* unknown, it ranks last until it has answered. This brings traffic back
-//!   to a recovered replica (`docs/design/adr/0002-unknown-latency.md`).
+//! - **Unknown latency**: with hot and cold, an idle replica that reports no latency ranks first. Picking it raises its
+//!   RIF in the pool, so it gets one request; then, as a *busy* unknown, it ranks last until it has answered. This
+//!   brings traffic back to a recovered replica (`docs/design/adr/0002-unknown-latency.md`). With predicted latency, it
+//!   counts as typically fast, and gets one request at a time.
 //! - **An entry leaves the pool** when it is older than `max_age_ms`, is used up ([`crate::client::pool::reuse`]), is
 //!   replaced by a newer report of the same replica, is the oldest when another replica's report needs room, or is
 //!   removed: `r_remove` per pick, the oldest and the worst alternately.
@@ -20,8 +21,7 @@
 //!   samples no longer meet its replica. Where weights differ, RIF counts relative to the weight, and within the
 //!   latency band the choice depends on weighted RIF and chance. Equal replicas then share by weight at any load, and a
 //!   slow replica is still avoided. When Envoy refuses most choices, because it knows of failures that the probe
-//!   cluster's policy does not know, steering pauses. The requests that Envoy places meanwhile show when steering can
-//!   resume.
+//!   cluster's policy does not know, steering pauses for a second.
 //! - **Ejected replicas** ([`crate::client::ejection`]) are not in the pool: the caller does not record their reports.
 //! - **A young replica** takes a share that grows with its age over [`PoolSettings::slow_start_ms`]. This does not
 //!   apply while at least half of the pool is young, because then the whole fleet is new.
@@ -77,7 +77,8 @@ pub enum Branch {
     Sync,
     /// The lowest score ([`PoolState::pick_scored`]), or a rule that does not use the pool.
     Scored,
-    /// A replica without an agent got its share.
+    /// The request is part of the share of the replicas without an agent. It goes to one of them, or, if they are to be
+    /// discovered, where the caller's own policy sends it.
     Agentless,
 }
 
@@ -574,7 +575,7 @@ impl PoolState {
     }
 
     /// Whether the pool holds every replica in use, so that Envoy's own policy could choose no other. The burst guard
-    /// would then only replace known loads by chance.
+    /// would then only exchange a choice by known loads for a random one.
     fn is_whole(&self) -> bool {
         self.members > 0 && u32::from(self.entry_count) + u32::from(self.ejected) >= self.members
     }
@@ -713,7 +714,8 @@ impl Blob for PoolState {
 
 /// Time that a candidate's first request may take before the candidate gets another, milliseconds.
 const VERIFY_MS: u32 = 5000;
-/// Time without a pick after which the fleet counts as new, milliseconds: agents forget their samples after 15 s.
+/// Time without a pick after which the fleet counts as new, milliseconds. It is shorter than the 15 s after which
+/// agents forget their samples.
 const IDLE_MS: u32 = 10_000;
 /// Upper bound of the counters between two picks; a higher average is not credible.
 const MAX_RATE: u32 = 10_000;

@@ -134,7 +134,8 @@ impl Rule {
         self.is_probe_free() || matches!(self, Self::C3 { .. })
     }
 
-    /// Applies the extremes of the paper's rule, which are settings of the pool.
+    /// Sets the pool's `q_rif` if the rule is one of the extremes of the paper's rule, [`Self::RifOnly`] and
+    /// [`Self::LatencyOnly`].
     pub(crate) fn apply(self, pool: &mut PoolSettings) {
         let q_rif = match self {
             Self::RifOnly => 0.0,

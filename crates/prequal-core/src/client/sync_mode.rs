@@ -3,7 +3,7 @@
 //! ([`crate::client::pool::PoolState::pick_among`]). θ comes from the RIFs of earlier answers.
 //!
 //! A request with a hint also waits for the answer of the hint's first home ([`crate::wire::hint`]), because that
-//! answer usually decides. Such a request always compares two answers.
+//! answer usually decides. Before the deadline, such a request compares at least two answers.
 //!
 //! The adapter sends the probes and keeps the request waiting. If no answer is usable, the pool chooses. The pool holds
 //! the answers to earlier requests, including late ones.
@@ -39,7 +39,7 @@ impl Default for SyncSettings {
     }
 }
 
-/// A usable answer: the adapter has checked that it is valid for that replica.
+/// A usable answer: [`crate::client::Balancer`] has checked that it is valid for that replica.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Answer {
     /// The replica that answered.

@@ -143,7 +143,8 @@ impl Fields<'_> {
     }
 }
 
-/// Checks for RFC 9110's token. Pseudo-headers cannot carry hints, and Prequal's own headers have been removed by then.
+/// Whether the name is a token of RFC 9110 that can carry hints. Pseudo-headers cannot, and Prequal's own headers are
+/// removed before the filter sees the request.
 fn is_header_name(name: &str) -> bool {
     let token = |byte: u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte);
     (1..=256).contains(&name.len())

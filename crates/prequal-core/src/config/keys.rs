@@ -24,7 +24,8 @@ pub struct Key {
     /// Whether operators may need it; at most 20 keys are of this kind. The others are for rules other than the default
     /// and for experiments.
     pub everyday: bool,
-    /// Another key, and the value that it must have; otherwise this key is refused.
+    /// Another key, and the value that it must have; otherwise this key is refused. `orca` = `text` stands for every
+    /// format, and `mode` = `sync` is also met by `route_modes`.
     pub needs: Option<(&'static str, &'static str)>,
     /// Unit of the number or size; empty for other values.
     pub unit: &'static str,

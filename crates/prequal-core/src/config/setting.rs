@@ -121,7 +121,7 @@ impl Setting {
         }
     }
 
-    /// Whether the setting has an effect where requests find their replicas in this way.
+    /// Whether the setting has an effect with this rule and these modes.
     pub(super) fn has_effect(&self, choice: &ChoiceSettings) -> bool {
         let has_what_it_needs = match self.needs {
             Some(("rule", rule)) => choice.rule.name() == rule,

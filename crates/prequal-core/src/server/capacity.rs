@@ -249,8 +249,8 @@ impl Levels {
             took_each -= row.took / k;
             // Rounding may leave slightly negative sums above the highest level.
             let each = (took + k * took_each).max(TINY) / all.met.max(TINY);
-            // One logarithm serves N·ln E and N·ln of the mean. A second one for requests about to leave is not worth
-            // it.
+            // One logarithm serves N·ln E and N·ln of the mean. A request that is about to leave counts only in the
+            // first of these two N, but a second logarithm is not worth its time.
             let score = (gain + met * log - log_met - all.left * (effort * each).max(TINY).ln()) / weight;
             best = if score > best { score } else { best };
             self.scores.push((score, effort));

@@ -10,8 +10,8 @@
 //! | little evidence | the share is of at least [`MIN_EVIDENCE`] requests: a single failure reads 250 ‰ |
 //! | no traffic | after [`SILENCE_US`] without a response, failures also fade relative to responses, and reach zero |
 //!
-//! So at 50 requests/s, a replica that begins to fail reads 80 % of its true share after 2 s. Without traffic, it reads
-//! a tenth of its share after 18 s. The standard error of a share of 30 % is 4 points.
+//! So at 50 requests/s, the reported share of a replica that begins to fail is 80 % of the true share after 2 s.
+//! Without traffic, the reported share falls to a tenth after 18 s. The standard error of a share of 30 % is 4 points.
 //!
 //! Client aborts say nothing about the replica and are not counted. The caller decides what counts as a failure
 //! ([`Outcome::Failure`]).
@@ -22,9 +22,10 @@ use crate::wire::report::MAX_FAILING;
 
 /// Half-life of evidence, microseconds.
 ///
-/// The value is a compromise. With half-lives of 2, 5 and 10 s, a replica that gets one request every 2 s and fails
-/// them all reads 250, 500 and 600 ‰ on average. A replica that failed half of 50 requests/s and has recovered reads
-/// less than 50 ‰ after 8, 18 and 35 s without traffic, and after 15, 32 and 55 s with one request per second.
+/// The value is a compromise. With half-lives of 2, 5 and 10 s, the reported share of a replica that gets one request
+/// every 2 s and fails them all is 250, 500 and 600 ‰ on average. If a replica failed half of 50 requests/s and has
+/// recovered, its share is below 50 ‰ after 8, 18 and 35 s without traffic, and after 15, 32 and 55 s with one request
+/// per second.
 pub const HALF_LIFE_US: u64 = 5_000_000;
 /// Time without a response beyond which silence begins, microseconds.
 pub const SILENCE_US: u64 = 1_000_000;

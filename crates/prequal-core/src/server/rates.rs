@@ -76,8 +76,8 @@ impl Rates {
         }
     }
 
-    /// Counts `count` more requests that ended on other workers recently and whose outcomes are lost. The same share of
-    /// them counts as failed as before.
+    /// Counts `count` more requests that ended on other workers recently and whose outcomes are lost. The share of them
+    /// that counts as failed is that of the requests counted so far.
     pub fn missed(&mut self, count: u64) {
         let count = count.min(MAX_MISSED) as f64;
         if self.ended > 0.0 {

@@ -33,7 +33,7 @@ impl Tag {
         Self([a, b, c, d, e, f])
     }
 
-    /// Returns the tag of the version after `version` in a build that simulates another release.
+    /// Returns the tag of `version`. In a build that simulates another release, it is the tag of the next version.
     pub(crate) const fn of_release(magic: u32, version: u16) -> Self {
         Self::new(magic, if cfg!(feature = "next-blob") { version + 1 } else { version })
     }

@@ -18,8 +18,8 @@ pub struct Capacity {
 }
 
 impl Capacity {
-    /// Returns the capacity of a replica that reports only a latency. The latency holds up to one request more than are
-    /// in flight, and grows beyond.
+    /// Returns the capacity of a replica that reports only a latency. A request that finds up to `rif` others in flight
+    /// has this latency; with more, the latency grows.
     pub fn at_face_value(latency_us: u32, rif: u32) -> Self {
         let knee = u16::try_from(rif.saturating_add(1)).unwrap_or(u16::MAX);
         Self { base_us: latency_us.max(1), knee, open: false }
@@ -30,8 +30,8 @@ impl Capacity {
         (f64::from(self.base_us) * self.crowding(rif)).min(f64::from(MAX_LATENCY_US)) as u32
     }
 
-    /// Returns the cost of such a request, for itself and for those that come after it. The square is the marginal
-    /// cost: a new request delays others as they delay it.
+    /// Returns the cost of a request that finds `rif` others in flight. Beyond the knee, crowding counts twice: the
+    /// request is delayed, and it delays those that come after it.
     pub fn cost(self, rif: u32) -> f32 {
         if rif < self.knee.into() {
             // Nothing waits. Every pick asks for the cost of every entry, so the division counts.

@@ -101,8 +101,8 @@ impl Endpoint {
     }
 }
 
-/// Returns a number without leading zeros, and the text after it. Not inlined: five copies would be more code than the
-/// calls.
+/// Parses the number that the text begins with, and returns it and the text after it. `None` if there is no number, or
+/// if it has a leading zero. Not inlined: five copies would be more code than the calls.
 #[inline(never)]
 fn leading_number(text: &[u8]) -> Option<(u16, &[u8])> {
     let mut number = 0u16;

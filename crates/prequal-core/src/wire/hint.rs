@@ -1,7 +1,8 @@
-//! Query hints (paper §4): a synchronous probe describes the query, so that a replica with a warm cache can report it.
+//! Query hints (paper §4): a synchronous probe describes the query, so that a replica that has its data cached can
+//! report this.
 //!
 //! Only a hash is sent: 64 bits in hexadecimal, whatever the client sent. It is the same in every process and version.
-//! It is not a secret: two values with the same hash share their cache affinity and nothing else.
+//! It is not a secret. Two values with the same hash share their cache affinity, but nothing else.
 //!
 //! A hint also ranks the replicas (rendezvous hashing): every proxy with the same membership finds the same order, and
 //! a replica that joins or leaves moves only the hints that it ranks first for. The first ones are the hint's *homes*.
@@ -13,7 +14,7 @@ use crate::shared::endpoint::Endpoint;
 use crate::shared::fnv::{FNV_OFFSET, fnv};
 
 /// Number of replicas that are homes of a hint. The second one takes the requests that the first has no room for, so
-/// that they find their data at the next time.
+/// that the next requests with this hint find their data there too.
 pub const HOMES: usize = 2;
 
 /// Source of a request's hint: at least one of the two. If both are set, they are hashed together.

@@ -15,7 +15,7 @@ pub enum Source {
 /// The load that a replica reports.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Load {
-    /// Requests in flight, counted up to 65 535.
+    /// Requests in flight. The pool counts up to 65 535.
     pub rif: u32,
     /// Median latency at that RIF, microseconds, if known.
     pub latency_us: Option<u32>,

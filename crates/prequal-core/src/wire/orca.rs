@@ -122,8 +122,8 @@ impl OrcaReport {
         Self { utilization_micro, rates, rif: report.rif, capacity, backend: None }
     }
 
-    /// Returns the utilisations to send, in millionths. Either the backend's or Prequal's are sent, never both,
-    /// because they do not measure the same thing.
+    /// Returns the utilisations to send, in millionths. Prequal's is sent unless the backend reports one that policies
+    /// use, because the two do not measure the same thing.
     pub fn utilizations(&self) -> [(Utilization, Option<u64>); 3] {
         let backend = self.backend.as_deref();
         let own =

@@ -10,7 +10,7 @@ use crate::shared::capacity::Capacity;
 use crate::shared::endpoint::Endpoint;
 use crate::shared::time::MAX_LATENCY_US;
 
-/// The steering header, which names the chosen replica to the shim.
+/// The steering header, which names the chosen replica to the shim: the part of Envoy that carries out the choice.
 pub const HEADER_DEST: &str = "x-prequal-dest";
 /// The combined report header.
 pub const HEADER_LOAD: &str = "x-prequal-load";

@@ -2,9 +2,9 @@
 //!
 //! While agents are rolled out or rolled back, some replicas report and others do not. Choosing only among those that
 //! report would leave the others idle, and a few replicas would get the requests of the whole fleet. Therefore each
-//! agentless replica gets its fair share. Among them, the one with the fewest of this worker's requests in flight is
-//! chosen, as in Envoy's `least_request`. Where agentless replicas are the majority, the proxy's own policy places all
-//! requests.
+//! agentless replica gets its fair share. Among them, the one with the fewest of this worker's requests in flight,
+//! relative to its weight, is chosen, as in Envoy's `least_request`. Where agentless replicas are the majority, the
+//! proxy's own policy places all requests.
 
 use rand::Rng;
 

@@ -3,10 +3,11 @@
 //!
 //! The post names the factors but not their weights. Here each factor is a share from 0 to 1, and they are added: the
 //! error rate, the reported utilisation (else the reported RIF divided by the replica's maximum), and the local RIF
-//! divided by the same maximum. The thresholds of the filter are unpublished too; here they are 50 % errors, 90 %
-//! utilisation and 5 attempts.
+//! divided by the same maximum. The limits beyond which Zuul avoids a replica are unpublished too; here they are 50 %
+//! errors and 90 % utilisation, and a replica within them is drawn in at most 5 attempts.
 //!
-//! Left out: the warm-up of 90 s by a server's age. A new replica is on probation only until its first response.
+//! Left out: the warm-up of 90 s by a server's age. A new replica is on probation only until a request has ended
+//! without a failure.
 
 use rand::{Rng, RngCore};
 
@@ -87,7 +88,7 @@ impl Zuul {
 
     fn viable(&self, replica: usize, now: Micros) -> bool {
         let (errors, utilisation, _) = self.factors(replica, now);
-        // On probation, a replica gets one request in flight until its first response.
+        // On probation, a replica gets one request in flight, until one has ended without a failure.
         let probation = self.stats.get(replica).is_none_or(|stats| !stats.answered);
         errors <= MAX_ERRORS
             && utilisation <= MAX_UTILISATION

@@ -7,7 +7,8 @@ use crate::shared::endpoint::Endpoint;
 
 /// Weight of a new value in the moving average: the average covers some 256 reports.
 const WEIGHT: f32 = 1.0 / 256.0;
-/// Maximum square of the error that two reports can show. A larger difference is a real change, not noise.
+/// Maximum square of the error that two reports can show. A larger difference counts as this one, because it
+/// is a real change rather than noise.
 const MAX_SQUARE: f32 = 1.0;
 
 /// Mean square error of the reported base latencies, relative to the latency.
@@ -52,9 +53,9 @@ impl Noise {
 /// Returns the square of the error of a replica's base latency, relative to the latency, as its two successive reports
 /// show it; `None` if one of them has no base latency.
 ///
-/// Estimates fade with the time constant τ ([`FADES_US`]), so if the replica is the same, the mean square difference of
-/// two estimates that are t apart is twice their variance times 1 − exp(−t/τ). t / (t + τ) is nearly the same and
-/// cheaper.
+/// Estimates fade with the time constant τ ([`FADES_US`]), so if the replica has not changed, the mean square
+/// difference of two estimates that are t apart is twice their variance times 1 − exp(−t/τ). Instead of 1 − exp(−t/τ),
+/// t / (t + τ) is used, which is nearly the same and cheaper.
 fn square_between(old: &Entry, new: &Entry) -> Option<f32> {
     let (before, after) = (old.capacity()?.base_us as f32, new.capacity()?.base_us as f32);
     let elapsed = new.received.distance_ms(old.received).max(1) as f32;

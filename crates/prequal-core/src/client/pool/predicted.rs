@@ -40,9 +40,9 @@ const DEAREST_OVERDUE: f32 = 2.0;
 const OVERDUE_MS: u32 = 8000;
 /// After a trial, a replica that reports at most this fraction of its earlier base latency gets another trial.
 const PROMISING: f64 = 0.8;
-/// Reports younger than this count as equally fresh, milliseconds, and so do older ones up to [`FRESH_COSTS`]. Beyond
-/// this limit, ages are grouped by powers of two of it. Within milliseconds it is only chance which replica reported
-/// last. If that decided, requests would follow each other to the same replica.
+/// Reports younger than this limit count as equally fresh, milliseconds. [`FRESH_COSTS`] may raise the limit. Older
+/// reports are grouped: up to twice the limit, up to four times, and so on. Within milliseconds it is only chance which
+/// replica reported last. If that decided, requests would follow each other to the same replica.
 const FRESH_MS: u32 = 32;
 /// The same limit as a multiple of the lowest cost, rounded down to a power of two of milliseconds. While the requests
 /// that a report counts may still be there, its age says nothing; turns, which keep requests evenly spaced, then do
@@ -64,7 +64,7 @@ pub(super) struct Predicted {
     /// Entries up to this multiple of the lowest cost count as equal.
     band: f32,
     /// Where weights differ, this replaces every knee: the highest knee relative to its replica's weight. A replica
-    /// with three times the weight in Envoy can show that it serves so many requests only if it gets them.
+    /// with three times the weight in Envoy can show a knee three times as high only if it gets that many requests.
     weighted_knee: Option<u16>,
     /// Knee of a typical replica: the upper median of the known knees.
     usual_knee: u16,

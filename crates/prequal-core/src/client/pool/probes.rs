@@ -56,9 +56,8 @@ impl PoolState {
         self.clock.request(now, pays as f32, wanted as f32, samples)
     }
 
-    /// Number of discovery probes wanted. They are the only source of reports from replicas that get no requests. With
-    /// reports on responses alone, the first two replicas to answer would get all requests, and an ejected replica
-    /// would get no trial.
+    /// Number of discovery probes wanted. They find replicas that get no requests. With reports on responses alone, the
+    /// first two replicas to answer would get all requests, and an ejected replica would get no trial.
     fn samples_wanted(&self, settings: &PoolSettings, now: Stamp) -> f32 {
         if settings.discovery_interval_ms == PoolSettings::NO_DISCOVERY {
             return 0.0;

@@ -76,9 +76,9 @@ pub struct PoolSettings {
     /// Leaves some requests to Envoy's own policy. While the fleet is being discovered, these are the requests that
     /// would go to a replica with four requests in flight. Without this, the first two of 40 replicas would get all
     /// requests, and refuse those that exceed their queues. Later, these are the requests for which even the best
-    /// replica has more than θ plus four in flight: Envoy's policy counts its own requests, whereas a pool that a burst
-    /// has used up covers only a sample. The later rule does not apply to a pool that holds the whole fleet. The paper
-    /// has no such rules.
+    /// replica has more than θ plus four in flight: Envoy's policy counts its own requests to every replica, whereas
+    /// after a burst has used up its reports, the pool covers only some replicas. The later rule does not apply to a
+    /// pool that holds the whole fleet. The paper has no such rules.
     pub burst_guard: bool,
     /// Conditions under which a replica is ejected.
     pub ejection: EjectionSettings,

@@ -62,8 +62,8 @@ impl FastRun {
 
 /// Detects whether requests that arrive beyond the knee wait, as they would if the knee were real.
 ///
-/// The fit cannot tell this where the level hardly changes: a client that sends as soon as there is room below the knee
-/// keeps the level there. Each response counts by itself, so earlier slow responses are soon outvoted.
+/// The fit cannot tell this where the level hardly changes, for example where a client keeps the level at the knee by
+/// sending whenever there is room. Here each response counts by itself, so new responses soon outvote slow older ones.
 #[derive(Debug, Default)]
 pub(super) struct Beyond {
     /// Moving average of the latency of requests that arrived up to the knee, microseconds; 0 before the first.
@@ -109,8 +109,8 @@ const SHORTEST: f64 = 10.0;
 const FAST_SHARE: (f64, f64) = (0.3, 0.99);
 /// Number of responses over which [`FastRun`] and [`Beyond`] average.
 const REMEMBERED: f64 = 32.0;
-/// Share of requests beyond the knee that may be [`Beyond::hindered`] while there is room for more. With exponential
-/// service times, the share is at least 0.44 in a queue, and at most 0.29 without one.
+/// Share of [`Beyond::hindered`] requests below which there is room for more beyond the knee. With exponential service
+/// times, the share is at least 0.44 in a queue, and at most 0.29 without one.
 const SELDOM_HINDERED: f64 = 0.35;
 /// Age at which [`Beyond`] no longer counts, microseconds.
 const FORGOTTEN_US: f64 = 30e6;

@@ -35,7 +35,7 @@ pub struct BackendReport {
     partial: bool,
 }
 
-/// Resource whose utilisation it is.
+/// The resource that a utilisation is about.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Utilization {
     /// The resource that the application is short of.
@@ -293,8 +293,8 @@ impl BackendReport {
         }
     }
 
-    /// Returns the utilisation by which policies that read reports balance, in millionths: the application's, else the
-    /// CPU's. 0 does not count if the other is greater.
+    /// Returns the utilisation that load-balancing policies use, in millionths: the application's, else the CPU's. If
+    /// one is 0 and the other is greater, the greater is used.
     pub fn utilization_micro(&self) -> Option<u64> {
         let known = [self.of(Utilization::Application), self.of(Utilization::Cpu)];
         known.into_iter().flatten().find(|micro| *micro > 0).or(known.into_iter().flatten().next())
