@@ -1,5 +1,6 @@
-//! User-space PLB: watches the sockets of a namespace, passes the `tcp_info` of each to the paper's detector, and
-//! moves a socket when the detector decides to. It serves sockets whose congestion control has no PLB hooks.
+//! User-space PLB: watches the sockets of a namespace, passes the `tcp_info` of each to the paper's detector, and moves
+//! a socket when the detector decides to. It serves the sockets that the kernel does not move for congestion itself:
+//! those whose congestion control has no PLB hooks and, while the kernel's PLB is off, all others as well.
 
 use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;

@@ -39,7 +39,7 @@ impl Label {
         Ok(Self(label))
     }
 
-    /// Makes a label from 1 to 2^20-1 out of random bits; the result is never `not`.
+    /// Makes a label from 1 to 2^20-1 out of random bits. The result is never equal to the label `not`.
     pub fn random(bits: u32, not: Option<Self>) -> Self {
         let label = Self(bits % Self::MAX + 1);
         if Some(label) == not { Self(label.0 % Self::MAX + 1) } else { label }
@@ -266,9 +266,9 @@ pub fn current(socket: &impl AsFd) -> Result<Current> {
         Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EINVAL)) => {}
         Err(source) => return Err(explain("reading the flow label of a socket".to_owned(), source)),
     }
-    // An unleased label appears in the peer's address, but only if the socket shows labels at all. If it does not,
-    // labels are shown briefly. Meanwhile its owner sees the same address as before, unless the connection has a
-    // label.
+    // An unleased label appears in the peer's address, but only if the socket shows labels at all. If it does not, this
+    // function switches that on for a moment. During that time, the socket's owner sees the same address as before,
+    // unless the connection has a label.
     let shown = crate::sock::show_labels(socket, true)?;
     let peer = SockRef::from(&fd).peer_addr().ok().and_then(|peer| peer.as_socket_ipv6());
     if !shown {

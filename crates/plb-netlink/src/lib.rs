@@ -1,10 +1,10 @@
 //! The host side of PLB (Protective Load Balancing) on Linux: flow labels, the kernel's PLB knobs, repathing.
 //!
-//! A host changes the path of a connection by changing its IPv6 flow label, which a fabric's ECMP hash includes.
-//! Linux does this after a retransmission timeout and, from 6.2 on, for congestion (DCTCP). This crate reads and sets
+//! A host changes the path of a connection by changing its IPv6 flow label, which a fabric's ECMP hash includes. Linux
+//! does this after a retransmission timeout and, from 6.2 on, for congestion (DCTCP). This crate reads and sets
 //! everything that decides whether Linux can do so ([`sysctl`], [`sock`], [`flowlabel`], [`route`], [`fabric`]). It
 //! shows what happened ([`diag`], [`tcpinfo`], [`counters`], [`repath`]). It also repaths from user space where the
-//! kernel's congestion control has no PLB hooks ([`detector`], [`tracker`], [`relabel`], [`daemon`]).
+//! kernel does not repath for congestion itself ([`detector`], [`tracker`], [`relabel`], [`daemon`]).
 //!
 //! **A common mistake:** for TCP, an *explicit* flow label switches repathing off. Leave automatic labels on; set
 //! explicit ones only to pin a connection.

@@ -1,8 +1,9 @@
 //! Lists the obstacles to moving the connections of other processes, before any move is attempted.
 //!
-//! A connection moves only if its pins can be read. Each of these obstacles therefore leaves connections where they
-//! are, and this list is the only warning. The rights for BPF are not included: without them the program cannot be
-//! attached, and that is an error.
+//! A connection moves only if the daemon can read that nothing pins it. Each of these obstacles therefore leaves
+//! connections where they are. This list warns of that at the start. Later, the daemon reports each connection that
+//! should move but does not. The rights for BPF are not included: without them, attaching the program fails with an
+//! error of its own.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;

@@ -129,8 +129,8 @@ pub fn list() -> Result<Vec<Route>> {
         .collect())
 }
 
-/// Returns the route with exactly this destination or, for a single address, the route that its packets take. If
-/// several match, the one with the lowest priority wins.
+/// Returns the route with exactly this destination or, for a single address, the route that its packets take: the one
+/// with the longest prefix. If several are left, the one with the lowest value of `priority` wins.
 ///
 /// # Errors
 /// [`Error::Gone`] if there is no such route.
@@ -145,7 +145,7 @@ pub fn find(wanted: Prefix) -> Result<Route> {
     })
 }
 
-/// Replaces the route by itself with the changed metrics, and reads it back.
+/// Replaces the route with a copy of it that has the changed metrics, and reads it back.
 ///
 /// # Errors
 /// If the congestion control is unknown or rights are missing; in both cases the route is unchanged.

@@ -18,8 +18,8 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// Returns whether the request may have been waiting for the host. Then the client had sent all of it, and there
-    /// was either no response or a complete one, which may be Envoy's own.
+    /// Returns whether the request may have been waiting for the host: the client had sent all of it, and there was
+    /// either no response or a complete one, which may be Envoy's own.
     fn waits_for_host(self) -> bool {
         self.request_whole && (self.complete || !self.begun)
     }

@@ -90,7 +90,7 @@ impl Probes {
         let Probe { cluster, call } = self.0.remove(&token)?;
         let mut balancer = filter.clusters.get(cluster)?.balancer.borrow_mut();
         let verified = balancer.config().pool.verified_probes;
-        // A reply without headers was cut off in its body.
+        // Envoy passes no headers if the reply broke off in its body.
         let reply = if header_count == 0 {
             Err(ProbeEnd::Refused)
         } else {

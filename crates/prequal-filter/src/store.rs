@@ -42,7 +42,7 @@ pub(crate) fn seed<B: Blob>(key: &str) {
     At { data: &Envoy, key }.seed::<B>();
 }
 
-/// Reads and changes a blob; see [`shared::update`]. The second value is true if the blob was written. Otherwise the
+/// Reads and changes a blob; see [`cas::update`]. The second value is true if the blob was written. Otherwise the
 /// change is lost, but the request continues.
 pub(crate) fn update<B: Blob, T>(
     key: &str,

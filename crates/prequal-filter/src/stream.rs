@@ -111,7 +111,8 @@ impl Stream {
     /// Handles the end of the client's request. From now on the request waits for the replica.
     fn request_ended(&mut self) {
         self.progress.request_whole = true;
-        // A request that has waited for probes resumes with its body.
+        // The first callbacks after a wait are those of the body and the trailers, so the root's choice may still have
+        // to be taken over.
         self.take_placed();
         if let Some(cluster) = self.cluster.and_then(|index| self.filter.clusters.get(index)) {
             let witness =

@@ -215,7 +215,8 @@ unsafe extern "C" {
 
     /// Number of headers of a message.
     pub(crate) fn envoy_dynamic_module_callback_http_get_headers_size(filter: Ptr, kind: u32) -> usize;
-    /// Writes all headers of a message to a list of that many. They live during the hook, until one is changed.
+    /// Writes all headers of a message to `headers`, which must have room for all of them. Names and values live during
+    /// the hook, until a header is changed.
     pub(crate) fn envoy_dynamic_module_callback_http_get_headers(
         filter: Ptr,
         kind: u32,
@@ -248,5 +249,5 @@ unsafe extern "C" {
     pub(crate) fn envoy_dynamic_module_callback_access_logger_get_response_flags(log: Ptr) -> u64;
 }
 
-/// The function that [`shutdown`](crate::envoy) must call.
+/// The function that the hook `shutdown` in [`crate::hooks`] must call.
 pub(crate) type Completion = unsafe extern "C" fn(Ptr);

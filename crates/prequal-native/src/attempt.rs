@@ -237,11 +237,11 @@ pub(crate) fn logged(cluster: &[u8], flags: u64) {
     }
 }
 
-/// Envoy's response flags that mean that the host failed: the request timed out, was reset by the host, could not
-/// connect, lost its connection, or broke the protocol.
+/// Envoy's response flags that mean that the host failed: the request timed out, the host reset it, Envoy could not
+/// connect to the host, the connection was lost, or the host broke the protocol.
 const HOST_FAILED: u64 = 1 << 2 | 1 << 4 | 1 << 5 | 1 << 6 | 1 << 23;
-/// Envoy's response flags that mean that Envoy ended the attempt for reasons of its own: its reset, a full circuit
-/// breaker, a limit on a stream's idle time or duration.
+/// Envoy's response flags that mean that Envoy ended the attempt for reasons of its own: Envoy reset it, a circuit
+/// breaker was full, or a limit on a stream's idle time or duration was reached.
 const ENVOY_ENDED: u64 = 1 << 3 | 1 << 7 | 1 << 16 | 1 << 19 | 1 << 22;
 
 /// Returns who ended an attempt without a whole response. Without a flag, the client ended it, or the timeout of the

@@ -66,12 +66,14 @@ pub(crate) struct Counter(Option<usize>);
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Gauge(Option<usize>);
 
-/// Envoy's side of a policy's configuration, which keeps the metrics. After the configuration has been read, only the
-/// main thread uses it, and only while the main thread's own policy exists: that policy keeps Envoy's side alive.
+/// Envoy's side of a policy's configuration, which keeps the metrics. All threads share the module's side, which holds
+/// this pointer, but only the main thread uses the pointer. It does so while the configuration is read, and later only
+/// while its own policy exists: that policy keeps Envoy's side alive.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LbConfig(pub(crate) Ptr);
 
-// SAFETY: Envoy's configuration object takes metrics from any thread, and lives as long as the module's (invariant 3).
+// SAFETY: other threads hold the pointer, but only the main thread uses it, and only while Envoy's object exists. The
+// type's comment says why.
 unsafe impl Send for LbConfig {}
 // SAFETY: as above.
 unsafe impl Sync for LbConfig {}

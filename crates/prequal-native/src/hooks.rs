@@ -263,8 +263,8 @@ extern "C" fn envoy_dynamic_module_on_http_filter_response_headers(
         let response = Response { filter: envoy, kind: RESPONSE_HEADER, during: PhantomData };
         let headers = response.headers();
         attempt.response(&headers, end_of_stream);
-        // Clients must not see the load. The `prequal-strip` of the listener removes the header of the report's other
-        // form. It also removes `x-prequal-failure`, which the retry policy reads after this filter.
+        // Clients must not see the load. The listener's `prequal-strip` removes the pair of headers that a replica may
+        // send instead. It also removes `x-prequal-failure`, which the retry policy reads after this filter.
         if headers.get(HEADER_LOAD).is_some() {
             response.remove(HEADER_LOAD, headers);
         }

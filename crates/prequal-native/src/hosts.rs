@@ -163,7 +163,7 @@ impl Hosts {
         }
     }
 
-    /// Share of all requests for the healthy hosts.
+    /// Returns the share of all requests that goes to the healthy hosts, per cent.
     pub(crate) fn total(&self) -> f64 {
         self.sums.last().copied().unwrap_or(0.0)
     }

@@ -1,8 +1,8 @@
 //! State that the threads of this Envoy share: immutable values behind atomic pointers.
 //!
 //! A pick copies the current value, changes the copy, and swaps the pointer if no other thread has. No thread ever
-//! waits for another. The copy reuses the memory of the value that this thread replaced last, so a pick allocates no
-//! memory.
+//! waits for another. The copy reuses the memory of the value that this thread replaced last, so a pick usually
+//! allocates no memory.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -52,7 +52,7 @@ impl<B: Blob + Clone> Value<B> for Slot<B> {
         let mut conflicts = 0;
         loop {
             let current = self.cell.load();
-            // Another thread may still read the spare; then this allocates.
+            // If another thread still reads the spare, this allocates memory.
             let next = Arc::make_mut(&mut self.spare);
             next.number = current.number.wrapping_add(1);
             next.value.clone_from(&current.value);

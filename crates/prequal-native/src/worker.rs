@@ -21,8 +21,9 @@ use crate::store::Shared;
 /// next pick after the period; the main thread has a timer.
 pub(crate) const TICK_US: u64 = 250_000;
 
-/// Time after a pick within which a busy worker leaves it to the next pick to apply what responses have shown,
-/// microseconds. Later, the worker applies it at once.
+/// Time after a transaction, microseconds. Within this time, a busy worker does not apply what responses have shown,
+/// because the next pick is likely to do so. Later, the worker applies it at once. A worker is busy if its last pick
+/// came within this time after the transaction before it.
 const SOON_US: u64 = 10_000;
 
 /// What the threads share about one upstream cluster. It outlives configurations: after an update, the same pool
@@ -87,7 +88,7 @@ pub(crate) struct Worker {
     ticked: Option<Micros>,
     /// Time of the last transaction.
     applied: Micros,
-    /// Whether the last choice came soon after the one before.
+    /// Whether the last pick came within [`SOON_US`] after the transaction before it.
     busy: bool,
 }
 
@@ -138,7 +139,8 @@ impl Worker {
         self.balancer.tick(now, &mut self.rng)
     }
 
-    /// Does the main thread's periodic work, which includes the metrics. Returns the idle probes that are due.
+    /// Does the main thread's periodic work, which includes the metrics. Returns the idle probes that are due, which
+    /// are sent because no requests have come.
     pub(crate) fn tick_main(&mut self, metrics: &Metrics, now: Micros) -> ProbesDue {
         self.apply_fleet(now);
         let tick = self.tick(now);
@@ -168,7 +170,7 @@ impl Worker {
         }
     }
 
-    /// Makes the fleet according to Envoy the membership. Members that threads learn from responses and replies must
+    /// Sets the membership to the fleet according to Envoy. Members that threads learn from responses and replies must
     /// not stay if Envoy does not have them.
     fn apply_fleet(&mut self, now: Micros) {
         self.fleet_changed = false;

@@ -33,7 +33,8 @@ pub(crate) struct BackendStream {
     pub(crate) from: FromBackend,
     /// Interval to ask for.
     pub(crate) interval: Duration,
-    /// Time to wait for a report until the backend's own interval is known.
+    /// Time to wait for a report while the backend's own interval is not known, and the longest wait after that. If
+    /// three times `interval` is longer, that counts instead.
     pub(crate) silence: Duration,
 }
 
@@ -143,8 +144,8 @@ impl BackendStream {
         }
     }
 
-    /// Returns how long a report is valid, which is also how long to wait for the next one. `gap` is the time between
-    /// the last two reports, because servers may send less often than they are asked to.
+    /// Returns how long a report is valid, which is also how long to wait for the next one. It depends on `gap`, the
+    /// time between the last two reports, because servers may send less often than they are asked to.
     fn patience(&self, gap: Option<Duration>) -> Duration {
         let most = self.silence.max(self.interval * MISSED);
         match gap {
@@ -154,8 +155,8 @@ impl BackendStream {
     }
 }
 
-/// Returns the time of the next look at the connection. Fails if the stream must end: if the backend is `leaving`,
-/// because it may wait for its streams to end, or with `late` if the deadline has passed.
+/// Returns the time of the next look at the connection. Fails if the stream must end: because the backend is `leaving`
+/// (it may be waiting for its streams to end), or because the deadline has passed. `late` is the error in that case.
 fn next_look(
     deadline: Instant,
     leaving: bool,

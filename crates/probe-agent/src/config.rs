@@ -193,7 +193,7 @@ pub struct UpstreamTls {
     pub server_name: Option<String>,
 }
 
-/// Limits. Each field says what happens when it is exceeded.
+/// Limits, timeouts and intervals.
 #[derive(Clone, Debug)]
 pub struct Limits {
     /// Maximum number of connections on the service port. Others wait in the system's backlog. Default: no limit.
@@ -250,8 +250,9 @@ pub struct Limits {
     /// Time for requests in flight to finish, after which the rest are cut. Starts, like `drain_idle`, at the end of
     /// `drain_delay`. Default 30 s.
     pub drain_timeout: Duration,
-    /// Time without a report after which the agent reopens its stream of the backend's load reports. Applies until the
-    /// interval between the reports is known. Default 90 s: three times the interval of gRPC's servers.
+    /// Time without a report after which the agent reopens its stream of the backend's load reports. Once the interval
+    /// between the reports is known, the agent may reopen the stream earlier. Default 90 s: three times the interval of
+    /// gRPC's servers.
     pub backend_stream_silence: Duration,
     /// Interval between two checks of the certificate and key files for changes. New content is used once the files
     /// have not changed for one interval. Default 1 s.

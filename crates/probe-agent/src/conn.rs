@@ -222,7 +222,8 @@ impl Drop for Busy {
 const LINGER: Duration = Duration::from_secs(2);
 /// Capacity up to which the buffer for heads is kept, bytes, so that an ordinary connection allocates once.
 const KEEP_CAPACITY: usize = 4096;
-/// Length up to which a head is kept, bytes. hyper refuses a head long before that.
+/// Length up to which a head is kept, bytes. The command line allows no higher `max_header_bytes`, so hyper refuses
+/// longer heads.
 const MAX_CAPTURE: usize = 1 << 20;
 
 fn check_framing(head: &[u8]) -> Result<(), &'static str> {
@@ -249,7 +250,8 @@ pub(crate) struct ServerIo {
     watch: Arc<Watch>,
     head_timeout: Duration,
     deadline: Option<Pin<Box<Sleep>>>,
-    /// Time until which the client's data is read once the connection is closed; `None` if the client sends nothing.
+    /// Time until which the client's data is read once the connection is closed. Set if the client is still sending
+    /// then, or has not sent its whole request.
     linger: Option<Pin<Box<Sleep>>>,
 }
 

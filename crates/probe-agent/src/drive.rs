@@ -135,7 +135,7 @@ pub(crate) fn http2_builder(limits: &Limits, tasks: Tasks) -> http2::Builder<Tas
 
 /// Smallest read buffer that hyper accepts, bytes.
 pub(crate) const MIN_BUFFER: usize = 8192;
-/// hyper's default limit. Only another limit makes hyper slower.
+/// hyper's default limit. It is not set explicitly, because hyper is slower once a limit is set.
 const HYPER_MAX_HEADERS: usize = 100;
 /// HTTP/2 flow-control window of a stream: maximum buffered for a backend that reads slowly, bytes.
 const WINDOW: u32 = 256 * 1024;

@@ -1,6 +1,6 @@
 //! Tower layer for an application that reports its own load, without an agent beside it.
 //!
-//! The layer answers probes, counts every other request, and puts the report on responses. The application must supply
+//! The layer answers probes, counts all other requests, and puts the report on responses. The application must supply
 //! its own endpoint, because a layer does not see the connection.
 
 use std::future::Future;
@@ -30,7 +30,7 @@ pub use crate::reporter::Report;
 use crate::reporter::Reporter;
 use crate::utilization::Utilization;
 
-/// Wraps a service so that it reports its load. Clone it freely: all clones count on one [`Load`].
+/// Wraps a service so that it reports its load. Clone it freely: one [`Load`] counts the requests of all clones.
 ///
 /// ```
 /// use probe_agent::layer::{PrequalLayer, TrackerConfig};

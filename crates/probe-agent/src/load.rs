@@ -330,7 +330,8 @@ impl Drop for InFlight {
     }
 }
 
-/// Counters of one agent, all monotonic. Each value is exact, but two values may be read at different moments.
+/// Counters of one replica. They only rise. The exception is [`Counters::certificate_expiry`], which is a time and not
+/// a count. Each value is exact, but two values may be read at different moments.
 #[derive(Debug, Default)]
 pub struct Counters {
     success: AtomicU64,

@@ -18,8 +18,10 @@ pub struct Orca {
     pub format: Option<OrcaFormat>,
     /// Responses that carry the report. Default all.
     pub class: OrcaClass,
-    /// Number of requests that the replica is meant to serve at once. While the knee is unknown or may be higher,
-    /// `application_utilization` is relative to this number. `None`: relative to the knee seen so far.
+    /// Number of requests that the replica is meant to serve at once. While the knee is unknown,
+    /// `application_utilization` is relative to this number. While the knee may be above its estimate, it is relative
+    /// to the larger of the two. Otherwise it is relative to the knee. `None`: always relative to the estimate, once
+    /// there is one.
     pub limit: Option<NonZeroU32>,
     /// Time constant of the decaying means of rates and utilisation, at least 100 ms. Default 5 s.
     pub window: Duration,

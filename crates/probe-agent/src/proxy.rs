@@ -91,8 +91,8 @@ pub(crate) struct Connection {
     pub(crate) life: Life,
 }
 
-/// Answers one request on the service port. The request has begun when this function returns, before the future first
-/// runs. In between, hyper reads the connection, and the parsed head must not look like an incomplete one.
+/// Answers one request on the service port. The request counts as begun when this function returns, even though the
+/// future has not run yet. Until it runs, hyper reads the connection, and the parsed head must not look incomplete.
 pub(crate) fn serve(
     conn: Arc<Connection>,
     req: Request<Incoming>,

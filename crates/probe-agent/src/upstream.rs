@@ -1,8 +1,8 @@
 //! Connections to the single backend: a pool of idle ones for HTTP/1.1, shared ones for HTTP/2.
 //!
 //! hyper-util's client is not used. With a single authority, this pool hashes no key. A connection returns to the pool
-//! with the last frame of the body, without its own task. A request is sent again if the backend certainly did not
-//! process it, or if the backend closed a reused HTTP/1.1 connection and the request is idempotent.
+//! with the last frame of a response body, usually without an extra task. A request is sent again if the backend
+//! certainly did not process it, or if the backend closed a reused HTTP/1.1 connection and the request is idempotent.
 
 mod answer;
 mod error;
@@ -180,9 +180,9 @@ struct Retries {
 impl Retries {
     /// Counts a refusal. Returns the time of the first one if the request should be sent again.
     ///
-    /// Some servers (nginx) send GOAWAY after a number of requests. If more requests are in flight than that, they
-    /// refuse some of them repeatedly. Each of their connections accepts some requests, so these retries come to an
-    /// end, and only their time is limited.
+    /// Some servers (nginx) send GOAWAY after a number of requests. If more requests than that are in flight, such a
+    /// server refuses some of them repeatedly. Each of its connections accepts some requests, so the retries come to an
+    /// end, and only the time that they take is limited.
     fn next(&mut self, accepted_others: bool, limit: Duration) -> Option<Instant> {
         if !accepted_others {
             self.fruitless += 1;
@@ -193,8 +193,8 @@ impl Retries {
 }
 
 /// Returns whether the backend processed nothing: it sent `REFUSED_STREAM`, or a `GOAWAY` that names an earlier stream
-/// as the last (RFC 9113 §8.7), or the connection closed before it allowed the stream. h2 returns the error of a
-/// `GOAWAY` for no other requests.
+/// as the last (RFC 9113 §8.7), or the connection closed before the backend allowed the stream. h2 reports a `GOAWAY`
+/// as the error of those requests only.
 fn is_refusal(error: &hyper::Error) -> bool {
     let h2 = error.source().and_then(|source| source.downcast_ref::<h2::Error>());
     h2.is_some_and(|error| {

@@ -92,11 +92,13 @@ pub(crate) enum Command {
     Repath(RepathArgs),
     /// User-space PLB: watch connections and move those that stay congested
     ///
-    /// For connections whose congestion control has no PLB hooks (anything but DCTCP). Requires ECN and a fabric that
-    /// marks packets. Reads every connection's tcp_info, runs the paper's algorithms, and changes the label on the
-    /// wire with a BPF program on the egress devices. Connections with an explicit label or with SO_TXREHASH off are
-    /// left alone, as are connections for which these cannot be read. However this command ends, the program is
-    /// removed and the connections have their own labels again.
+    /// For connections that the kernel does not move for congestion itself: it moves only those that use DCTCP, and
+    /// only while its PLB is on. Requires ECN and a fabric that marks packets. Reads every connection's tcp_info, runs
+    /// the paper's algorithms, and changes the label on the wire with a BPF program on the egress devices. With --way
+    /// sockopt, and with --way auto where BPF cannot be used, it switches the automatic label off or on instead.
+    /// Connections with an explicit label or with SO_TXREHASH off are left alone, as are connections for which these
+    /// cannot be read. In whatever way this command ends, no program is left and the connections have their own labels
+    /// again.
     Run(RunArgs),
     /// Companion of `run --way sockopt`: restores the labels that it leaves switched
     #[command(hide = true)]

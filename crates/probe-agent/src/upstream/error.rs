@@ -81,7 +81,8 @@ impl ForwardError {
     }
 
     /// Returns the value of `x-prequal-failure`, which says whether the client may retry. `None` if the response did
-    /// not come in time: the backend may still work on the request, and a second one would add to its load.
+    /// not come in time: the backend may still work on the request, and a second one would add to its load. Also `None`
+    /// if the client's body broke off, or if a switch to another protocol went wrong or was impossible.
     pub(crate) fn failure(&self) -> Option<&'static str> {
         match self {
             Self::Connect(_)

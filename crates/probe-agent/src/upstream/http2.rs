@@ -257,8 +257,8 @@ impl Pool {
     }
 
     /// Takes a stream of the first connection that has room, so that the others become idle when there is little to do.
-    /// If no other connection can be opened, or if `dialed` (no attempt to connect is about to succeed), also takes a
-    /// stream beyond a connection's quota: the backend refuses the request at worst.
+    /// Also takes a stream beyond a connection's quota if no other connection can be opened, or if `dialed` is true:
+    /// the pool has tried to connect, and no attempt is about to succeed. At worst, the backend refuses the request.
     fn take(self: &Arc<Self>, http2: &mut Http2, dialed: bool) -> Option<Slot> {
         http2.tidy();
         let beyond = dialed || http2.conns.len() + http2.dialing >= self.max_connections;
