@@ -45,6 +45,8 @@ const REPLICAS: usize = 4;
 const WORKERS: u32 = 2;
 /// Interval between two samples of the memory.
 const SAMPLED: Duration = Duration::from_secs(1);
+/// Interval between two lines of progress.
+const REPORTED: Duration = Duration::from_secs(60);
 /// Maximum time until everything in flight has ended.
 const SETTLES: Duration = Duration::from_secs(30);
 
@@ -136,9 +138,15 @@ async fn send(args: &Soak, bed: &Arc<Bed>, tally: &Arc<Tally>) -> Vec<(String, S
     drop(clients);
     let mut memory = MemorySeries::new(&bed.agents, &bed.envoy);
     let mut tick = tokio::time::interval(SAMPLED);
+    let began = Instant::now();
+    let mut progress = tokio::time::interval_at((began + REPORTED).into(), REPORTED);
     while !tasks.is_empty() {
         tokio::select! {
             _ = tick.tick() => memory.sample(),
+            _ = progress.tick() => {
+                let begun = next.load(Ordering::Relaxed).min(args.requests);
+                eprintln!("  {begun} of {} requests, {} s", args.requests, began.elapsed().as_secs());
+            }
             _ = tasks.join_next() => {}
         }
     }
