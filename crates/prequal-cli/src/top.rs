@@ -27,7 +27,7 @@ Examples:
   prequal top http://127.0.0.1:9901
   prequal top 10.0.0.1:9901 10.0.0.2:9901
   prequal top --once --interval 5 127.0.0.1:9901
-  prequal top --agent http://10.0.0.5:9902 --agent http://10.0.0.6:9902 127.0.0.1:9901
+  prequal top --agent http://10.0.0.5:9102 --agent http://10.0.0.6:9102 127.0.0.1:9901
 
 Exit code of --once: 0 everything was shown, 1 an admin interface could not be read, or its Envoy has no
 filter that chooses replicas.")]

@@ -108,7 +108,7 @@ pub struct Cli {
     #[arg(long, value_name = "N", env = "PROBE_AGENT_ORCA_LIMIT", value_parser = requests)]
     orca_limit: Option<NonZeroU32>,
 
-    /// Time constant of the decaying means behind ORCA rates and utilisation, 100 to 600000
+    /// Time constant of the moving averages of ORCA rates and utilisation, 100 to 600000
     #[arg(long, value_name = "MS", default_value_t = 5_000, env = "PROBE_AGENT_ORCA_WINDOW_MS",
           value_parser = clap::value_parser!(u64).range(100..=600_000))]
     orca_window_ms: u64,

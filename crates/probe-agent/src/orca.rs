@@ -23,7 +23,7 @@ pub struct Orca {
     /// to the larger of the two. Otherwise it is relative to the knee. `None`: always relative to the estimate, once
     /// there is one.
     pub limit: Option<NonZeroU32>,
-    /// Time constant of the decaying means of rates and utilisation, at least 100 ms. Default 5 s.
+    /// Time constant of the moving averages of rates and utilisation, at least 100 ms. Default 5 s.
     pub window: Duration,
     /// Maximum number of out-of-band streams of reports. Default 0: the backend gets the calls to that service.
     pub streams: u32,

@@ -24,6 +24,7 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("docker-compose down --volumes", "step `compose`"),
     ("apt-get install --no-install-recommends docker.io docker-compose iptables debootstrap", ".ci/run"),
     ("apt-get install --no-install-recommends gcc-aarch64-linux-gnu libc6-dev-arm64-cross", ".ci/run"),
+    ("cargo build --release -p plb-netlink", "step `release` builds the program for its archive"),
     ("cargo deny", "step `deps` of cargo xtask test"),
     ("cargo publish --dry-run", "step `crates`"),
     ("cargo test -p prequal-testbed --test mesh", "step `test`"),
@@ -309,7 +310,7 @@ fn an_envoy_answers_the_documented_queries() -> Result<()> {
             };
             let script = once
                 .replace("127.0.0.1:9901", &admin)
-                .replace("127.0.0.1:9902", &agent)
+                .replace("127.0.0.1:9102", &agent)
                 .replace("localhost:9902", &admin)
                 .replace("--interval 5", "--interval 1");
             let path = format!("{}:{}", dist_dir().display(), std::env::var("PATH")?);

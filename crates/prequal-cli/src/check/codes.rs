@@ -147,7 +147,7 @@ codes! {
         "Envoy ignores those names: hosts that are not healthy get no requests, and panic mode does not exist",
         "set `override_host_status` as in envoy-native.yaml";
     NATIVE_DETOUR_NAME Error "native-detour-name": "a listener's filter of the native module is not called `prequal_detour`, or its module is not the policy's",
-        "the filter knows no hosts, or takes other requests' choices away from their reports",
+        "with another module the filter knows no hosts; with another name it acts as the module's upstream filter, and may take over the choices of other requests, whose reports are then not used",
         "set `filter_name: prequal_detour`, and the policy's `dynamic_module_config`";
     NATIVE_DETOUR_ORDER Warning "native-detour-order": "the detour filter comes after `stateful_session`",
         "while hosts are degraded or in panic mode, some requests leave the host of their session",
@@ -166,7 +166,7 @@ codes! {
     PROBE_POLICY Error "probe-policy": "the probe cluster does not send probes to the host named in x-prequal-dest",
         "probes cannot be addressed: replies come from hosts that were not probed",
         "use `override_host` with `override_host_sources: [{header: x-prequal-dest}]`";
-    PROBE_FALLBACK Hint "probe-fallback": "unaddressed probes are not sent round robin",
+    PROBE_FALLBACK Hint "probe-fallback": "discovery probes, which name no replica, are not sent round robin",
         "weights are not followed, and replicas are discovered later", "set `round_robin` as `fallback_policy`";
     ENDPOINTS_DIFFER Error "endpoints-differ": "the serving and the probe cluster differ in endpoints, priorities, localities or weights",
         "some replicas are never probed, others are probed in vain, and the learned placement is wrong",

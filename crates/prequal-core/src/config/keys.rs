@@ -187,8 +187,8 @@ pub const KEYS: &[Key] = &[
         .with_probes()
         .needs("budget", "adaptive")
         .means(
-            "maximum number of probes per request, on average, including discovery; up to 32 unused probes are saved for \
-             pauses and new replicas",
+            "maximum number of probes per request, on average, including discovery probes. The part of this allowance that \
+             requests do not use is kept for pauses and new replicas, up to 32 probes",
         ),
     both("verified_probes", "", Bool)
         .at(Flag(|s| Some(&mut s.pool.verified_probes)))
@@ -260,13 +260,17 @@ pub const KEYS: &[Key] = &[
         .at(Flag(|s| Some(&mut s.pool.scale_removal)))
         .with_probes()
         .means(
-            "keep a fleet of up to 64 replicas whole, and up to 128 reports of a larger one while all are younger than twice \
-             `target_age_ms` and half of `max_age_ms`; remove reports only from a full pool, and no more than arrive",
+            "keep a report of every replica in a fleet of up to 64, and up to 128 reports of a larger one while all are \
+             younger than twice `target_age_ms` and half of `max_age_ms`; remove reports only from a full pool, and no more \
+             than arrive",
         ),
     advanced("reuse_cap", "uses", Whole(1, 10_000))
         .at(U32(|s| Some(&mut s.pool.reuse_cap)))
         .with_probes()
-        .means("maximum number of uses of one report; equation (1) is undefined if the fleet fits into the pool (n ≤ m)"),
+        .means(
+            "maximum number of uses of one report; also their number where the paper's equation (1) has no value, for example \
+             if all n replicas fit into a pool of m reports (n ≤ m)",
+        ),
     advanced("budget", "", OneOf(&["adaptive", "fixed"]))
         .with_probes()
         .means("number of probes: as many as the age of the reports requires, or a fixed number per request"),
@@ -279,16 +283,17 @@ pub const KEYS: &[Key] = &[
     advanced("discovery_interval_ms", "ms", Whole(10, 60_000))
         .at(U32(|s| Some(&mut s.pool.discovery_interval_ms)))
         .means(
-            "interval between discovery probes, which find replicas because Envoy's own policy places them; shorter above \
-             20 replicas and while replicas come into use, longer where requests are too few to pay for the probes",
+            "interval between discovery probes. They name no replica: the probe cluster's policy chooses it, and so the filter \
+             finds new replicas. The interval is shorter above 20 replicas and while replicas come into use. It is longer \
+             where requests are so few that `max_probes_per_query` does not allow as many probes",
         ),
     advanced("idle_probe_interval_ms", "ms", Whole(0, 3_600_000))
         .at(U32(|s| Some(&mut s.probe.idle_interval_ms)))
         .with_probes()
         .from("§4")
         .means(
-            "time without requests after which one worker sends `pool_size` probes (fewer in a smaller fleet); repeated \
-             until the saved probes (at most 24) are used up; 0: never",
+            "time without requests after which one worker sends `pool_size` probes (fewer in a smaller fleet); repeated until \
+             the allowance that was kept (at most 24 of its probes) is used up; 0: never",
         ),
     advanced("probe_timeout_ms", "ms", Whole(1, 10_000))
         .at(U64(|s| Some(&mut s.probe.timeout_ms)))
@@ -299,8 +304,8 @@ pub const KEYS: &[Key] = &[
         .at(Flag(|s| Some(&mut s.probe.piggyback)))
         .with_probes()
         .means(
-            "use the reports on responses as well as those of probes. Then 15 of 16 draws of replicas to probe leave out the \
-             replicas that reported within the last tenth of `max_age_ms`",
+            "use the reports on responses as well as those of probes. Then, 15 times in 16, the draw of replicas to probe \
+             leaves out those that reported within the last tenth of `max_age_ms`",
         ),
     advanced("burst_guard", "", Bool)
         .at(Flag(|s| Some(&mut s.pool.burst_guard)))
@@ -378,7 +383,7 @@ pub const KEYS: &[Key] = &[
         ),
     inbound("orca_window_ms", "ms", Whole(100, 600_000))
         .needs("orca", "text")
-        .means("time constant of the fading means of ORCA's rates and utilisation"),
+        .means("time constant of the moving averages of ORCA's rates and utilisation"),
 ];
 
 fn target_age_ms(settings: &mut Settings) -> Option<&mut u32> {
