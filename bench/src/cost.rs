@@ -48,9 +48,9 @@ const NO_FILTER: &str = "no filter";
 const NATIVE_CHAIN: &str = "native chain";
 const EMPTY_MODULE: &str = "+ empty module";
 const ADAPTIVE: &str = "+ filter, adaptive (default)";
-/// Native modules that do nothing: only the filter `prequal-strip`, which they need too; with a policy; with all of the
-/// hooks.
+/// Envoy's own policy with the filter `prequal-strip`, which the native module needs too.
 const STRIP: &str = "strip alone";
+/// A native module that does nothing: as a policy alone, and with all of its hooks.
 const EMPTY_POLICY: &str = "native, empty policy";
 const EMPTY_NATIVE: &str = "native, empty module";
 /// The native module.

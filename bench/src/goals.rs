@@ -76,7 +76,8 @@ pub(crate) struct Limit {
 }
 
 impl Limit {
-    /// Whether `value` is not too far above `base`. A failure at this quantile always is.
+    /// Whether `value` exceeds `base` by no more than the limit. An infinite value, which means that requests at this
+    /// quantile failed, is never allowed.
     pub(crate) fn allows(self, value: f64, base: f64) -> bool {
         let allowed = self.or_more_ms.map_or(f64::NEG_INFINITY, |more| base + more).max(base * self.times);
         value.is_finite() && value <= allowed
@@ -89,7 +90,7 @@ impl Limit {
     }
 }
 
-/// Further into the tail the limits are wider, because fewer requests determine the quantile.
+/// The limit for p99.9 is wider, because fewer requests determine that quantile.
 pub(crate) const NEVER_WORSE: [Limit; 3] = [
     Limit { name: "p50", q: 0.5, times: 1.05, or_more_ms: Some(1.0) },
     Limit { name: "p99", q: 0.99, times: 1.05, or_more_ms: None },

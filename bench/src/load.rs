@@ -184,7 +184,7 @@ impl LoadRun {
     }
 }
 
-/// Returns a function that draws one key after another, from 1 to their number.
+/// Returns a function that draws one key after another, each from 1 to `keys.count`.
 pub(crate) fn drawer(keys: Keys, mut rng: SmallRng) -> impl FnMut() -> u32 {
     let zipf = Zipf::new(f64::from(keys.count), keys.exponent);
     move || zipf.as_ref().map_or(0, |zipf| zipf.sample(&mut rng) as u32)

@@ -182,9 +182,11 @@ impl RunningPeer {
 
 impl Drop for RunningPeer {
     fn drop(&mut self) {
-        // SIGTERM first: nginx has to end its workers.
-        if let Ok(pid) = libc::pid_t::try_from(self.child.id()) {
-            // SAFETY: kill takes plain integers, and the child has not been reaped.
+        // SIGTERM first: nginx has to end its workers. If the process has ended, another may have its number by now.
+        if matches!(self.child.try_wait(), Ok(None))
+            && let Ok(pid) = libc::pid_t::try_from(self.child.id())
+        {
+            // SAFETY: kill takes plain integers and touches no memory of this process.
             unsafe { libc::kill(pid, libc::SIGTERM) };
         }
         let deadline = Instant::now() + END_LIMIT;

@@ -46,12 +46,12 @@ impl Prequal {
         found
     }
 
-    /// Picks of one branch: `cold`, `hot`, `fallback`, `sync` or `scored`.
+    /// Picks of one branch: `cold`, `hot`, `sync`, `scored`, `trial`, `agentless` or `fallback`.
     pub fn picks(&self, branch: &str) -> u64 {
         self.picks.get(branch).copied().unwrap_or(0)
     }
 
-    /// Picks that named a replica.
+    /// Picks that named a replica, except picks of agentless replicas.
     pub fn steered(&self) -> u64 {
         ["cold", "hot", "sync", "scored", "trial"].map(|branch| self.picks(branch)).iter().sum()
     }

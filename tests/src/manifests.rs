@@ -93,14 +93,14 @@ impl EnvoyGateway {
     }
 }
 
-/// Release of Envoy Gateway that translates.
+/// The release of Envoy Gateway whose translators are run.
 pub const ENVOY_GATEWAY: &str = "github.com/envoyproxy/gateway@v1.9.1";
 
-/// The program that runs its translators.
+/// The program that runs these translators.
 pub const TRANSLATE: &str = "tests/envoy-gateway/translate.go";
 
-/// Envoy Gateway's translation of each way to apply the files. It includes the objects, as `input`, and what made it
-/// ([`translator`]). `program` is the compiled [`TRANSLATE`].
+/// Envoy Gateway's translation of each way to apply the files, each with the objects that were translated, as `input`.
+/// The result also says what translated them ([`translator`]). `program` is the compiled [`TRANSLATE`].
 pub fn translated(program: &Path) -> Result<Value> {
     let mut all = translator()?;
     for (name, way) in EnvoyGateway::ALL {

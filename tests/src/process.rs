@@ -50,12 +50,18 @@ impl Process {
 
     /// The exit status, if the process has ended.
     pub(crate) fn exited(&mut self) -> Option<ExitStatus> {
-        self.child.try_wait().ok().flatten()
+        let status = self.child.try_wait().ok().flatten();
+        self.stopped |= status.is_some();
+        status
     }
 
+    /// Sends a signal, unless the process has ended and been reaped: its number may belong to another process by now.
     pub(crate) fn signal(&self, signal: i32) {
+        if self.stopped {
+            return;
+        }
         let pid = libc::pid_t::try_from(self.child.id()).expect("a process id fits pid_t");
-        // SAFETY: kill takes plain integers; this process owns the child and reaps it only in drop or `exited`.
+        // SAFETY: kill takes plain integers and touches no memory of this process.
         unsafe { libc::kill(pid, signal) };
     }
 
@@ -72,7 +78,6 @@ impl Process {
         let start = Instant::now();
         while start.elapsed() < limit {
             if let Some(status) = self.exited() {
-                self.stopped = true;
                 return Some(status);
             }
             std::thread::sleep(Duration::from_millis(5));
@@ -96,8 +101,9 @@ impl Drop for Process {
     }
 }
 
-/// CPU time that process `pid` has used so far, summed over its living threads. The resolution is a nanosecond if the
-/// kernel keeps scheduler statistics, otherwise a clock tick.
+/// CPU time that process `pid` has used so far. If the kernel keeps scheduler statistics, this is the sum over the
+/// living threads, with a resolution of a nanosecond. Otherwise it includes ended threads, and the resolution is a
+/// clock tick.
 pub fn cpu_time(pid: u32) -> Result<Duration> {
     let mut total = Duration::ZERO;
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).context("the process has ended")?;

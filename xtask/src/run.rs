@@ -39,7 +39,7 @@ pub(crate) fn check(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// Runs the command without showing its output; returns standard output. An error includes the command's output.
+/// Runs the command without showing its output; returns standard output. An error includes standard error.
 pub(crate) fn output(command: &mut Command) -> Result<String> {
     let output = command.output().with_context(|| format!("cannot start `{}`", shown(command)))?;
     if !output.status.success() {

@@ -1,9 +1,10 @@
-//! The compiler for the `.wasm`: the machine's own with `wasm32-wasip1`, or Debian's `rustc-web` if that standard
-//! library is not available. Also the compiler for Linux programs of another architecture, chosen in the same way.
+//! The compiler for the `.wasm`: the machine's own with `wasm32-wasip1`, or Debian's `rustc-web` if no standard library
+//! for that target is available. Also the compiler for Linux programs of another architecture, chosen in the same way.
 //!
 //! `rustup target add` downloads from a host that some networks (CI among them) block. Debian ships a compiler with the
-//! library's source. It is unpacked into `target/toolchain/`, never installed, and builds `wasm32-unknown-unknown` with
-//! cargo's `-Zbuild-std`. Package versions are whatever the machine's Debian offers; none is fixed here.
+//! standard library's source. It is unpacked into `target/toolchain/`, never installed, and builds
+//! `wasm32-unknown-unknown` with cargo's `-Zbuild-std`. Package versions are whatever the machine's Debian offers; none
+//! is fixed here.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;

@@ -32,8 +32,9 @@ use crate::sim::scenario::{Sizes, WORK_MS};
 
 /// Header of the report.
 const ORCA_HEADER: &str = "endpoint-load-metrics";
-/// How often the utilisation is computed, and the time constant of its mean, which is that of the agent's rates.
+/// Interval at which the utilisation is computed.
 const SAMPLED: Duration = Duration::from_millis(100);
+/// Time constant of the mean utilisation. The agent's rates have the same time constant.
 const FADING: Duration = Duration::from_secs(5);
 /// Work of a query: a normal distribution whose standard deviation is its mean, truncated at zero (§5).
 const SIZES: Sizes = Sizes::Normal { variation: 1.0 };

@@ -73,7 +73,7 @@ enum Part {
     Agent,
 }
 
-/// A quantity of which Envoys with different amounts are compared.
+/// A quantity, such as the number of workers. Envoys that differ in it are compared.
 struct MemoryQuantity {
     part: Part,
     name: &'static str,

@@ -109,10 +109,10 @@ pub(super) fn agreement(runs: &Runs, arm: Arm, generator: Generator) -> (Agreeme
     (Agreement::Agrees, "agrees".to_owned())
 }
 
-/// Whether two samples of one distribution could differ so much at `q`. The figure of each must lie within the range of
-/// the other's figures at the ranks that chance can reach. Where the distribution has a step, as that of full scan has
-/// at 99 %, chance decides on which side of the step a quantile is. Requests that wait for each other vary more than
-/// this assumes.
+/// Whether two samples of one distribution could differ so much at `q`. Chance can move the rank of a quantile by
+/// [`DEVIATIONS`] standard deviations up or down. The figure of each sample must lie between the other's figures at
+/// these two ranks. Where the distribution has a step, as that of full scan has at 99 %, chance decides on which side
+/// of the step a quantile is. Requests that wait for each other vary more than this assumes.
 fn by_chance(one: &Summary, other: &Summary, q: f64) -> bool {
     let within = |one: &Summary, other: &Summary| {
         let requests = one.samples.min(other.samples) as f64;

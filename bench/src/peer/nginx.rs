@@ -12,7 +12,8 @@ pub(super) fn command(setup: &Setup, policy: &str) -> Result<Command> {
     let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
         .map(|kind| format!("{kind}_temp_path {};\n", path(kind)))
         .concat();
-    // After a failure, a replica would by default be left out for 10 s, as by Envoy's outlier detection.
+    // By default, nginx leaves a replica out for 10 s after a failure. The Envoys here do not: they have no outlier
+    // detection.
     let servers: String =
         setup.replicas.iter().map(|replica| format!("server {replica} max_fails=0;\n")).collect();
     // Each worker takes up to two connections per request. `reuseport` spreads the clients evenly over the workers, as

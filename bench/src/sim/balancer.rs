@@ -75,7 +75,8 @@ impl SimArm {
     }
 
     /// The servers' latency estimator: the paper's for the paper's policies, else the shipped one. C3 needs the shipped
-    /// one. With the paper's, an overloaded server answers only requests without work, and so looks the fastest.
+    /// one: an overloaded server answers only requests without work, so the paper's estimator would take it for the
+    /// fastest.
     pub(crate) fn tracker(&self) -> TrackerConfig {
         match self {
             Self::Prequal(Prequal { paper_tracker: true, .. }) => {

@@ -34,10 +34,11 @@ use crate::read;
 
 /// Find mistakes that break Prequal in an Envoy configuration
 ///
-/// Reads a bootstrap in YAML or JSON, the admin's /config_dump (recognised automatically; with ?include_eds endpoints
-/// are compared too), a file of resources for LDS or CDS, or Istio's manifests (WasmPlugin, TrafficExtension).
-/// The configuration may use the filter or the native module (docs/guide/native.md). Reports each mistake with a code
-/// (docs/reference/prequal.md), its place in the file, its effect on users, and the cure.
+/// Reads a bootstrap in YAML or JSON, the admin interface's /config_dump (recognised automatically), a file of
+/// resources for LDS or CDS, or Istio's manifests (WasmPlugin, TrafficExtension). The output of
+/// /config_dump?include_eds also has the endpoints from EDS, which are then compared between each cluster and its probe
+/// cluster. The configuration may use the filter or the native module (docs/guide/native.md). Reports each mistake with
+/// a code (docs/reference/prequal.md), its place in the file, its effect on users, and the cure.
 ///
 /// It does not replace `envoy --mode validate`, which shows whether Envoy accepts the file at all.
 #[derive(clap::Args)]

@@ -1,7 +1,8 @@
 //! `prequal config`: renders a complete Envoy configuration from a few flags or a short YAML file.
 //!
-//! The output is a shipped configuration with addresses, clusters and settings replaced. Those files (one for the
-//! filter, one for the native module) are the only description of what an Envoy with Prequal needs.
+//! The output is one of the two shipped configurations (one with the filter, one with the native module) with
+//! addresses, clusters and settings replaced. These two files are the only description of what an Envoy with Prequal
+//! needs.
 
 mod render;
 mod spec;

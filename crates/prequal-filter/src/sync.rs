@@ -90,7 +90,7 @@ fn place(probes: &mut Probes, filter: &Filter, stream: u32, wait: Wait<Waiter>, 
     let _ = hostcalls::resume_http_request();
     let _ = hostcalls::set_effective_context(filter.root_id);
     if hint.is_none() {
-        // The answers have filled the pool, so no addressed probes are needed.
+        // Answers to probes without a hint are in the pool, so no addressed probes are needed.
         due.addressed = 0;
     }
     probes.send(filter, index, due, now);

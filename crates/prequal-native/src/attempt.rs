@@ -6,8 +6,9 @@
 //! A filter does not learn why an attempt ended without a whole response. An access logger in the router's
 //! `upstream_log` learns it. Envoy logs each attempt once, shortly before or after it destroys the attempt's filter.
 //! Envoy 1.40 logs first and calls the filter's last hook a little later, so log entries wait in a queue, in the order
-//! of the filters. Earlier versions call the hook first and log immediately afterwards, so one attempt waits for its
-//! log entry. If no logger is configured, an attempt without a whole response counts as ended by the client.
+//! of the filters. Earlier versions call the hook first and log immediately afterwards, so at most one attempt at a
+//! time waits for its log entry. If no logger is configured, an attempt without a whole response counts as ended by the
+//! client.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;

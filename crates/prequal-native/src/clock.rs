@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use prequal_core::shared::time::Micros;
 
-/// The balancer's times must be well above zero, because some are computed backwards.
+/// The balancer's times must be well above zero, because some are the present time minus a duration.
 const START: Duration = Duration::from_secs(3600);
 
 /// Returns the time since one hour before the first call of this function.

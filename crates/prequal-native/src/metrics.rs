@@ -122,7 +122,7 @@ impl Tally {
         Arc::strong_count(&self.0) == 1
     }
 
-    /// Counts one of the metrics that are not the balancer's own.
+    /// Adds one to a counter. Other modules do this only for counters that are not the balancer's own.
     pub(crate) fn one(&self, index: usize) {
         self.add(index, 1);
     }

@@ -1,4 +1,4 @@
-//! The load-balancing policy: one object per configuration, and one per thread that chooses hosts.
+//! The load-balancing policy: one object for each configuration, and one for each thread, which chooses hosts.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -125,8 +125,8 @@ impl Policy {
         Some(placed?.0)
     }
 
-    /// Chooses by requests in flight alone, as Envoy's least_request does. If a retry must not use the host, this
-    /// chooses again, as often as Envoy's policies do.
+    /// Chooses by weight and requests in flight alone, like Envoy's least_request. If a retry must not use the host,
+    /// this chooses again, as often as Envoy's policies do.
     fn fall_back(&mut self, lb: Lb<'_>, retry: Retry<'_>) -> Option<(Place, Option<Endpoint>)> {
         let Self { hosts, rng, .. } = self;
         let mut draw = || hosts.fall_back(rng, |place| lb.in_flight(place));

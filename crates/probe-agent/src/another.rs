@@ -1,5 +1,5 @@
-//! `--replica`: one more listen address and backend in the same process. Its other settings are those of the first
-//! replica.
+//! `--replica`: one more replica in the same process, with its own addresses and backend. Its other settings are those
+//! of the first replica.
 
 use std::net::SocketAddr;
 use std::str::FromStr;

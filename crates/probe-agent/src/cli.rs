@@ -103,8 +103,9 @@ pub struct Cli {
           value_parser = clap::value_parser!(u32).range(0..=100_000))]
     orca_streams: u32,
 
-    /// Number of requests that the backend is meant to serve at once, 1 to 1000000. While the knee is unknown or may be
-    /// higher, ORCA utilisation is relative to this number; default: relative to the knee so far
+    /// Number of requests that the backend is meant to serve at once, 1 to 1000000. ORCA utilisation is relative to
+    /// this number while the knee is unknown, and to the larger of this number and the estimated knee while the knee
+    /// may be higher; default: always relative to the estimated knee
     #[arg(long, value_name = "N", env = "PROBE_AGENT_ORCA_LIMIT", value_parser = requests)]
     orca_limit: Option<NonZeroU32>,
 

@@ -154,8 +154,8 @@ const MAX_SERVICE: usize = 120;
 /// HTTP version towards the backend.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, clap::ValueEnum)]
 pub enum UpstreamHttp2 {
-    /// Use the version of the request. If the backend answers in anything other than HTTP/2, use HTTP/1.1, and check
-    /// again once a minute. gRPC always uses HTTP/2.
+    /// Use the version of the request. Once the backend has answered an HTTP/2 connection in another protocol, use
+    /// HTTP/1.1 for all requests, and try HTTP/2 again once a minute. gRPC always uses HTTP/2.
     #[default]
     Auto,
     /// Always use HTTP/1.1.

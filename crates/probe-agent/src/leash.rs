@@ -93,8 +93,8 @@ impl Open {
         self.0.moved.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Returns whether the request was cut. If it is cut later, the task of `cx` is woken. It must be woken because it
-    /// polls the upload, and because another task makes the cut.
+    /// Returns whether the request was cut. If another task cuts it later, the task of `cx` is woken: it polls the
+    /// upload, and would not notice the cut otherwise.
     pub(crate) fn is_cut(&self, cx: &mut Context<'_>) -> bool {
         let mut waker = self.0.upload();
         if !waker.as_ref().is_some_and(|waker| waker.will_wake(cx.waker())) {

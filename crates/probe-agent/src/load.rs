@@ -281,7 +281,7 @@ impl InFlight {
         self.on_drop = Outcome::Streaming;
     }
 
-    /// Returns the load on which this request counts.
+    /// Returns the load that counts this request.
     pub fn load(&self) -> &Load {
         &self.load
     }

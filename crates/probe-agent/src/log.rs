@@ -56,7 +56,7 @@ impl Log {
         }
     }
 
-    /// Logs an event that happens once, when the process starts or ends. The line is written on return.
+    /// Logs an event that happens once, when the process starts or ends. The line has been written when this returns.
     pub fn say(&self, message: &str) {
         if let Some(format) = self.format {
             write_now(&line(format, None, "agent", message, 0));

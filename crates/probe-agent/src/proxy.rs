@@ -92,7 +92,8 @@ pub(crate) struct Connection {
 }
 
 /// Answers one request on the service port. The request counts as begun when this function returns, even though the
-/// future has not run yet. Until it runs, hyper reads the connection, and the parsed head must not look incomplete.
+/// future has not run yet. Otherwise, if hyper read from the connection before the future runs, the head would look
+/// incomplete, although it is already parsed.
 pub(crate) fn serve(
     conn: Arc<Connection>,
     req: Request<Incoming>,
@@ -192,7 +193,8 @@ async fn read_rest(body: Incoming) -> bool {
     short && tokio::time::timeout(READ_REST_PATIENCE, body.collect()).await.is_ok_and(|read| read.is_ok())
 }
 
-/// Adds the headers that every error response of the agent carries.
+/// Adds the headers of a response that the agent writes in the backend's place: to a request beyond the limit, or one
+/// that could not be forwarded.
 fn finish(conn: &Connection, mut response: Response<AgentBody>) -> Response<AgentBody> {
     add_report(conn, response.headers_mut(), None);
     if conn.watch.is_unread() {

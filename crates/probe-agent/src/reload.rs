@@ -73,8 +73,8 @@ where
     }
 }
 
-/// Number of checks between two attempts. Valid files can also fail: no descriptor may be left, or a file may not be
-/// readable yet.
+/// Number of checks between two attempts. Valid files can also fail, for example if no file descriptor is left or if a
+/// file is not readable yet.
 const RETRY: u32 = 60;
 
 fn stamps(files: &[PathBuf]) -> Vec<Stamp> {

@@ -214,7 +214,7 @@ impl Agent {
         self.addrs.clone()
     }
 
-    /// Returns the load on which the agent counts requests.
+    /// Returns the load, which counts the agent's requests.
     pub fn load(&self) -> Load {
         self.shared.reporter.load.clone()
     }

@@ -32,7 +32,7 @@ pub(crate) type BackendStream = tokio_rustls::client::TlsStream<Socket>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TlsError {
-    /// The file is missing or unreadable, or holds no PEM of that kind.
+    /// The file is missing or unreadable, or holds no PEM of the expected kind.
     #[error("{what} in {}", path.display())]
     Pem {
         /// Description of the missing content.

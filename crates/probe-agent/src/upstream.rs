@@ -1,6 +1,6 @@
 //! Connections to the single backend: a pool of idle ones for HTTP/1.1, shared ones for HTTP/2.
 //!
-//! hyper-util's client is not used. With a single authority, this pool hashes no key. A connection returns to the pool
+//! hyper-util's client is not used: this pool has a single authority and hashes no key, and a connection returns to it
 //! with the last frame of a response body, usually without an extra task. A request is sent again if the backend
 //! certainly did not process it, or if the backend closed a reused HTTP/1.1 connection and the request is idempotent.
 
@@ -194,7 +194,7 @@ impl Retries {
 
 /// Returns whether the backend processed nothing: it sent `REFUSED_STREAM`, or a `GOAWAY` that names an earlier stream
 /// as the last (RFC 9113 §8.7), or the connection closed before the backend allowed the stream. h2 reports a `GOAWAY`
-/// as the error of those requests only.
+/// as an error only for requests on streams after the one that it names.
 fn is_refusal(error: &hyper::Error) -> bool {
     let h2 = error.source().and_then(|source| source.downcast_ref::<h2::Error>());
     h2.is_some_and(|error| {

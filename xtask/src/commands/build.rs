@@ -48,7 +48,8 @@ pub(crate) fn dist(choice: Choice) -> Result<Toolchain> {
 /// request, and returns the compiler that made the modules.
 pub(crate) fn dist_and_test(choice: Choice) -> Result<Toolchain> {
     let toolchain = Toolchain::prepare(choice)?;
-    // Cargo keeps the last module that it built from a package, and later steps need the shipped ones again.
+    // The crashing modules are built first: cargo keeps only the last module that it built from a package, and later
+    // steps need the shipped ones.
     let crashing = crashing(&toolchain)?;
     let shipped = shipped(&toolchain)?;
     for module in &crashing {

@@ -103,7 +103,7 @@ struct Parts {
     builds: Vec<Build>,
     bill: serde_json::Value,
     notes: String,
-    /// Digest of Envoy's image, if the manifests name it.
+    /// Digest of Envoy's image, if the manifests are to name that image by digest.
     envoy: Option<String>,
     stamp: Stamp,
 }

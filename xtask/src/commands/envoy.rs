@@ -27,7 +27,7 @@ pub(crate) struct Args {
     version: Option<String>,
 }
 
-/// Oldest first, except for [`WITHOUT_V8`].
+/// The pinned versions, oldest first. [`WITHOUT_V8`] is pinned too, but is not in this list.
 pub(crate) const VERSIONS: [&str; 5] = ["1.36.4", "1.37.0", "1.38.2", "1.39.3", "1.40.0"];
 
 /// A version that was released without V8: it runs the native module alone.

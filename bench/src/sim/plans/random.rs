@@ -76,8 +76,8 @@ fn drawn(number: u64) -> Point {
     // In one of six, a server is slow for 15 s.
     let episode = (rng.random_range(0..6) == 0).then(|| log_uniform(rng, 2.0, 20.0));
 
-    // Queries per second that the fleet could serve if a query took one millisecond of work; for servers without a
-    // limit, those that keep four of them in flight at each server.
+    // Queries per second that the fleet can serve if `work_ms` is the usual work of a query. A server without a limit
+    // counts as if it served four queries at a time.
     let capacity = |work_ms: f64| {
         let at_once = match kind {
             Kind::Slots(slots) => slots as f64,

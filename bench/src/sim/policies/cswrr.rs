@@ -7,8 +7,8 @@
 //! - Weights take effect every `weight_update_period`. A weight is invalid until reports have arrived for
 //!   `blackout_period`, and after `weight_expiration_period` without one. Such a replica gets the median of the others.
 //! - With equal weights, replicas are picked in rotation. Otherwise the replica with the earliest deadline is next, and
-//!   its deadline then moves by 1 / weight. Each change of a weight restarts the schedule in its state after a certain
-//!   number of picks. This number is drawn once.
+//!   its deadline then moves by 1 / weight. When a weight changes, a new schedule begins, in the state that it would
+//!   have after a fixed number of picks. This number is drawn once per client.
 //!
 //! Left out: workers that share their weights (a client here is an Envoy with one worker), slow start, out-of-band
 //! reports, and `metric_names_for_computing_utilization`, which the agent does not need.

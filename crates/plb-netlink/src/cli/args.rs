@@ -73,8 +73,8 @@ pub(crate) enum Command {
     /// Check whether each connection can be repathed, and why not. Exit code 1 if one cannot
     ///
     /// A timeout moves a connection that has an automatic label and SO_TXREHASH on. PLB moves it for congestion if it
-    /// also uses DCTCP with ECN and PLB is on. The kernel's counters prove neither: they also rise for connections
-    /// whose label cannot change.
+    /// also uses DCTCP with ECN and PLB is on. The kernel's counters do not prove that a connection has moved: they
+    /// also rise for connections whose label cannot change.
     Check(CheckArgs),
     /// List TCP connections with congestion control, ECN, marks, repaths and owner
     Sockets(SelectArgs),

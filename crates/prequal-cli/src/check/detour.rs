@@ -1,4 +1,5 @@
-//! The native module's filter in a listener, which names hosts that are not healthy (`docs/guide/native.md`).
+//! The native module's detour filter, which belongs in a listener (`docs/guide/native.md`). For a request it can name a
+//! host that is not healthy, which Envoy does not accept from the module's policy.
 
 use super::balanced::{Balanced, DETOUR, FILTER, is_prequals, module};
 use super::codes::*;
@@ -46,7 +47,8 @@ pub(super) fn check(
     }
 }
 
-/// Checks that the filter exists if the cluster allows its hosts, and the reverse.
+/// Checks that the cluster allows all hosts that the filter names, and that the filter exists if the cluster allows
+/// unhealthy hosts.
 fn check_cluster(one: &Balanced<'_>, detour: bool, session: bool, manager: &At<'_>, findings: &mut Findings) {
     let status = one.cluster.at(&["common_lb_config", "override_host_status"]);
     let statuses: Vec<&str> = match &status {

@@ -1,4 +1,5 @@
-//! The native module (`docs/guide/native.md`): its policy on a cluster, and the three other roles that belong to it.
+//! The native module (`docs/guide/native.md`): its policy on a cluster, the three other roles that the policy needs,
+//! and the optional detour filter.
 
 use std::collections::BTreeSet;
 

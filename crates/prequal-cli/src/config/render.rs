@@ -206,7 +206,8 @@ fn set_policy(serving: &mut Value, plan: &Plan, name: &str) {
     policy["typed_config"]["lb_policy_config"]["value"] = lines(&settings);
 }
 
-/// Adds the native module's filter that names hosts that are not healthy, and lets Envoy use them (role 5).
+/// Adds the native module's detour filter (role 5 in `docs/guide/native.md`), and lets Envoy use the hosts that it
+/// names, which are not healthy.
 fn add_detour(root: &mut Value) {
     let module = root["bootstrap_extensions"][0]["typed_config"]["dynamic_module_config"].clone();
     let resources = &mut root["static_resources"];

@@ -72,7 +72,7 @@ impl Admin {
     /// Reads the admin port once.
     ///
     /// # Errors
-    /// If there is no answer, the answer is not Envoy's, or its filter is not loaded.
+    /// If there is no answer, if the answer is not Envoy's, or if this Envoy has no filter that chooses replicas.
     pub(super) fn scrape(&self) -> Result<Scrape> {
         let stats = self.get(STATS, "Envoy's admin interface")?;
         let at = Instant::now();

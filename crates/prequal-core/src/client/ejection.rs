@@ -556,7 +556,8 @@ impl EjectionTable {
             Reason::Unresponsive => return Change::Noted,
         };
         if like_others {
-            // No answer has shown how fast the replica is. Its failures still excuse the others.
+            // No answer has shown how fast the replica is, so it is not vouched for. Its counts are kept, because its
+            // failures still excuse those of the others.
             record.vouch = 0;
             let counts = (record.failed, record.total);
             let change = record.readmit(now);

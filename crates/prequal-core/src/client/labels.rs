@@ -7,7 +7,8 @@ use super::count::{ProbeEnd, ReportEnd};
 pub const PICKS: [&str; 7] = ["cold", "hot", "trial", "fallback", "sync", "scored", "agentless"];
 /// Values of `class` of `outcomes_total`, in the order of [`Class`](super::Class).
 pub const OUTCOMES: [&str; 4] = ["answer", "upstream_failure", "client_abort", "local"];
-/// Values of `reason` of `ejections_total` and `returned_total`: why replicas are ejected.
+/// Values of `reason` of `ejections_total` and `returned_total`: why replicas are ejected, in the order of
+/// [`Reason`](super::ejection::Reason).
 pub const REASONS: [&str; 3] = ["failing", "reported", "unresponsive"];
 /// Values of `result` of `probes_total`, in the order of [`probe`].
 pub const PROBES: [&str; 17] = [

@@ -21,8 +21,8 @@
 //! Probe targets are sampled uniformly without replacement (paper §4, "Probing rate").
 //!
 //! Members are found by binary search, and passes over all of them are rare, so an event costs no more in a large
-//! fleet. Reading and writing the blob does cost more, so each worker keeps a copy and shares its notes at its tick
-//! ([`View`]).
+//! fleet. The exceptions are requests with a hint, and all requests while some replicas are agentless. Reading and
+//! writing the blob costs more too, so each worker keeps a copy and shares its notes at its tick ([`View`]).
 
 use std::borrow::Cow;
 

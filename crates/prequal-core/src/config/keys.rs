@@ -31,7 +31,7 @@ pub struct Key {
     pub unit: &'static str,
     /// Accepted values.
     pub values: Values,
-    /// What applies if the key is left out, in words; `None`: the value that [`super::Config::written`] then has.
+    /// What applies if the key is left out, in words; `None`: the value that [`Self::default_under`] returns.
     pub absent: Option<&'static str>,
     /// Effect of the key, in one line.
     pub meaning: &'static str,
@@ -304,8 +304,8 @@ pub const KEYS: &[Key] = &[
         .at(Flag(|s| Some(&mut s.probe.piggyback)))
         .with_probes()
         .means(
-            "use the reports on responses as well as those of probes. Then, 15 times in 16, the draw of replicas to probe \
-             leaves out those that reported within the last tenth of `max_age_ms`",
+            "use the reports on responses as well as those of probes. Then 15 of 16 draws of replicas to probe leave \
+             out the replicas that reported less than a tenth of `max_age_ms` ago",
         ),
     advanced("burst_guard", "", Bool)
         .at(Flag(|s| Some(&mut s.pool.burst_guard)))
@@ -376,10 +376,10 @@ pub const KEYS: &[Key] = &[
         .means("responses with an ORCA report: all, gRPC only, or all except gRPC"),
     inbound("orca_limit", "requests", Whole(1, 1_000_000))
         .needs("orca", "text")
-        .absent("the knee so far")
+        .absent("the estimated knee")
         .means(
-            "number of requests that the replica is meant to serve at once; ORCA's utilisation is relative to it while no knee \
-             is known, or while the knee may be higher",
+            "number of requests that the replica is meant to serve at once. ORCA's utilisation is relative to this number \
+             while no knee is known, and to the larger of this number and the knee while the knee may be higher",
         ),
     inbound("orca_window_ms", "ms", Whole(100, 600_000))
         .needs("orca", "text")

@@ -121,8 +121,8 @@ impl Levels {
     }
 
     /// Changes the level from `before` to `after`. The time since the last update is credited to the level at that
-    /// update. If other workers have changed the level unnoticed, it is credited in equal parts to the levels from that
-    /// one to `before`.
+    /// update. If other workers have changed the level unnoticed, this time is divided equally among the levels from
+    /// the one at the last update to `before`.
     pub fn moved(&mut self, now: Micros, before: u32, after: u32) {
         let weight = self.weight(now);
         let elapsed = self.elapsed(now) * weight;
@@ -167,7 +167,7 @@ impl Levels {
             row.met += weight;
             row.took += f64::from(latency_us) * weight;
         });
-        // Where responses are rare, none would be recent enough when the next report is due.
+        // Where responses are rare, this one would no longer be recent enough for a fit when the next report is due.
         if self.fitted_at.is_none_or(|at| now.distance(at) > FIT_AT_LEAST_US) {
             self.capacity(now, false);
         }

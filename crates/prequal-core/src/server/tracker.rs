@@ -262,7 +262,7 @@ impl Tracker {
         }
     }
 
-    /// Marks the requests at the server since before `since` as overtaken: they are heavy, not stuck.
+    /// Marks as overtaken the requests that came to the server before `since`: they are heavy, not stuck.
     fn overtake(&mut self, since: Micros) {
         self.successes = self.successes.wrapping_add(1);
         while let Some((slot, open)) = self.in_flight.oldest().filter(|(_, open)| open.since < since) {
@@ -462,8 +462,8 @@ fn bucket_of(rif: u32) -> usize {
 /// `bucket_of(u32::MAX) + 1`.
 const BUCKETS: usize = 128;
 
-/// Number of samples kept per bucket: at a good rate, those of the last few hundredths of a second (paper §4). In
-/// simulation, more samples drive clients to the same replica, and fewer are too noisy.
+/// Number of samples kept per bucket: at a high request rate, those of the last few hundredths of a second (paper §4).
+/// In simulation, more samples drive clients to the same replica, and fewer are too noisy.
 const SAMPLES: usize = 8;
 
 #[cfg(test)]

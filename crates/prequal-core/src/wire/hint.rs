@@ -4,9 +4,10 @@
 //! Only a hash is sent: 64 bits in hexadecimal, whatever the client sent. It is the same in every process and version.
 //! It is not a secret. Two values with the same hash share their cache affinity, but nothing else.
 //!
-//! A hint also ranks the replicas (rendezvous hashing): every proxy with the same membership finds the same order, and
-//! a replica that joins or leaves moves only the hints that it ranks first for. The first ones are the hint's *homes*.
-//! They are always among the replicas that a request with the hint probes ([`crate::client::Balancer::ask`]).
+//! A hint also ranks the replicas (rendezvous hashing), and the first [`HOMES`] of them are the hint's *homes*. Every
+//! proxy with the same membership finds the same order, and a replica that joins or leaves changes the homes only of
+//! hints that it is a home of. The replicas that a request with the hint probes include the homes, at most `d` − 1 of
+//! them ([`crate::client::Balancer::ask`]).
 
 use std::fmt;
 

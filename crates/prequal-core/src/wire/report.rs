@@ -2,7 +2,8 @@
 //! known keys are `probe`, `fail`, `up`, `base`, `knee` and `open`.
 //!
 //! The parser accepts any input that a hostile replica may send, and returns a bounded report or an error. It does not
-//! decide whether the report may be trusted: that depends on which replica was probed (see the filter).
+//! decide whether the report may be trusted: that depends on which replica was probed or served the request, and is
+//! decided by [`crate::client::Balancer`].
 
 use std::fmt;
 

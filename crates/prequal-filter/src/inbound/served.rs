@@ -137,8 +137,8 @@ impl Served {
         });
     }
 
-    /// Returns the report for a response. `leaving` is the request that this response ends; the report does not count
-    /// it. It is `None` if the request may stay in flight, as a stream does.
+    /// Returns the report for a response. `leaving` is the request that this response ends, which the report does not
+    /// count; `None` if the request may stay in flight, as a stream does.
     pub(super) fn report(&self, vm: &impl SlotView, now: Micros, leaving: Option<Visit>) -> LoadReport {
         let read = self.read.get();
         if now < read || now.saturating_since(read) > STALE_US {

@@ -30,7 +30,8 @@ thread_local! {
 
 /// The state of this VM.
 pub(crate) struct Vm {
-    /// Part of the gauges' names, because each namespace has its own gauges.
+    /// End of the gauges' names, which depends on this VM's namespace of shared data, so that each namespace has its
+    /// own gauges.
     pub(super) namespace: String,
     claim: Cell<Option<Claim>>,
     /// Whether this VM counts requests but has no slot. It then tries to get one at every tick.

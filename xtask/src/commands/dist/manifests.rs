@@ -99,8 +99,8 @@ fn values(text: &str, version: &str, digests: &Digests<'_>) -> Result<String> {
     Ok(lines.join("\n"))
 }
 
-/// The text, in which digests name the release's images, and the number of replacements. In a kustomization, containers
-/// name no registry.
+/// The text with the release's images named by digest, and the number of replacements. If `kustomized`, the image names
+/// of containers stay: they are placeholders that the kustomization replaces.
 fn with_digests(
     text: &str,
     kustomized: bool,

@@ -2,8 +2,8 @@
 //!
 //! The state that threads share (`crates/prequal-native/src/store.rs`) is lock-free and uses a library with unsafe
 //! code. ThreadSanitizer finds unsynchronised accesses; AddressSanitizer finds uses of freed values. For
-//! ThreadSanitizer the standard library is instrumented too, so that it knows which accesses that library's locks
-//! order.
+//! ThreadSanitizer the standard library is instrumented too: only then does the sanitizer know which accesses are
+//! ordered by the locks of that library.
 
 use std::path::Path;
 use std::time::Instant;

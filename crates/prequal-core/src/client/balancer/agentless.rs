@@ -26,7 +26,7 @@ const EXPLORE_EVERY: u32 = 64;
 pub(super) enum Chooser {
     /// The pool, among the replicas that report.
     Pool,
-    /// An agentless replica gets the request.
+    /// This module, which gives the request to this agentless replica.
     Agentless(Endpoint),
     /// The proxy's own policy, which may choose and so reveal a replica without an agent.
     Explorer,

@@ -39,7 +39,7 @@ pub(super) enum Update {
 pub(super) struct Journal<S: Store> {
     pub(super) pool: S::Value<PoolState>,
     ejections: S::Value<EjectionTable>,
-    /// The ejection table as this worker last read it. It is up to date while the pool follows its version.
+    /// The ejection table as this worker last read it. It is up to date while [`PoolState::follows`] accepts it.
     pub(super) table: EjectionTable,
     /// Time at which the table was read, and the number of milliseconds from then until a trial may be due.
     next_trial: Option<(Stamp, u32)>,

@@ -31,7 +31,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             let Self { config, counters, journal, membership, .. } = self;
             // If only the reports of probes are used, the sample is uniform (paper §4). Otherwise most samples leave
             // out replicas that have just reported. The other samples are uniform, so that a replica with frequent
-            // reports on responses is still probed, and a blocked path to its probe port shows.
+            // reports on responses is still probed, and a blocked path to its probe port is noticed.
             let spares_fresh = config.probe.piggyback && !rng.random_ratio(1, UNIFORM_SAMPLES);
             let fresh_ms = if spares_fresh { config.pool.max_age_ms / 10 } else { 0 };
             let read = journal.pool.update(|pool| {

@@ -12,8 +12,8 @@
 //! overtakes the first one that is stuck. A request must be overdue in two checks in a row: after the worker itself was
 //! blocked, every request looks overdue at first, because the answers have not been read yet.
 //!
-//! Every operation is O(1) on average. It allocates only when more requests are in flight, or more replicas in use,
-//! than ever before.
+//! Every operation is O(1) on average, except that a failure looks at every replica. Memory is allocated only when more
+//! requests are in flight, or more replicas in use, than ever before.
 
 use std::collections::HashMap;
 use std::hash::BuildHasherDefault;
@@ -85,7 +85,8 @@ pub struct Flights {
     replicas: HashMap<Endpoint, ReplicaState, BuildHasherDefault<Fnv>>,
     window: Box<[u32]>,
     answers: usize,
-    /// Common limit and median of the latest response times, microseconds; both 0 until enough answers have come.
+    /// The limit that all replicas share, and the median of the latest response times, microseconds; both 0 until
+    /// enough answers have come.
     limit_us: u32,
     typical_us: u32,
     looks: Looks,
@@ -262,8 +263,9 @@ impl Flights {
             }
             self.in_flight.unlink(index);
             if stepped || before.saturating_since(request.started) < u64::from(request.limit_us) {
-                // After a step back of the clock, the request starts now. A slow replica has a longer limit: its
-                // request is checked again after another common limit, so that the list stays in order.
+                // After a step back of the clock, the request starts now. A slow replica has a limit longer than the
+                // shared one: its request is checked again once the shared limit has passed again, not at its own
+                // limit, so that the list stays in order.
                 let again = now.plus(u64::from(self.limit_us.max(1)));
                 let place = self.in_flight.get_mut(index)?;
                 (place.started, place.check_at) = (request.started.min(now), again);
@@ -357,8 +359,8 @@ struct Looks {
 }
 
 impl Looks {
-    /// Returns the time of the last check that was at least [`LOOK_US`] before this one. A request counts only if it
-    /// was overdue at that time already.
+    /// Returns the time of an earlier check, at least [`LOOK_US`] before this one. A request counts only if it was
+    /// overdue at that time already.
     fn before(&mut self, now: Micros) -> Micros {
         if now < self.last {
             (self.last, self.before) = (now, now);

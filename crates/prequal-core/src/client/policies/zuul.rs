@@ -6,8 +6,8 @@
 //! divided by the same maximum. The limits beyond which Zuul avoids a replica are unpublished too; here they are 50 %
 //! errors and 90 % utilisation, and a replica within them is drawn in at most 5 attempts.
 //!
-//! Left out: the warm-up of 90 s by a server's age. A new replica is on probation only until a request has ended
-//! without a failure.
+//! Left out: the warm-up during the first 90 s of a server's life. A new replica is on probation only until a request
+//! has ended without a failure.
 
 use rand::{Rng, RngCore};
 

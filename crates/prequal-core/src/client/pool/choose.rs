@@ -79,8 +79,8 @@ impl PoolState {
         }
     }
 
-    /// Chooses a replica for a retry: the best one other than `chosen`. It is one of the answers if `chosen` is, and
-    /// others arrived; otherwise it is in the pool.
+    /// Chooses a replica for a retry: the best one other than `chosen`. If `chosen` is one of the answers and there are
+    /// more, it is chosen among those; otherwise, from the pool.
     pub fn runner_up<G: Rng>(
         &self,
         settings: &PoolSettings,

@@ -22,8 +22,9 @@ const BAND: f32 = 1.35;
 /// balanced.
 const WEIGHTED_BAND: f32 = 2.0;
 /// A home of the request's hint gets the request up to this cost, in multiples of the lowest. Beyond the knee, a cost
-/// of 2 means 1.4 times as many requests in flight. Unless homes get most of their requests, no replica keeps the data.
-/// With 4, caches are hit slightly more often, but the longest waits are 1.5 times as long.
+/// of 2 means 1.4 times as many requests in flight. Unless homes get most of the requests with their hints, no replica
+/// keeps a hint's data in its cache. With 4, caches are hit slightly more often, but the longest waits are 1.5 times as
+/// long.
 const HOME: f32 = 2.0;
 /// Credit for trials that every pick adds, in multiples of the lowest cost: at most one request in a thousand goes to a
 /// replica that looks twice as slow.
@@ -255,7 +256,7 @@ impl Order for Predicted {
         let age = if age < knee { 0 } else { age / knee };
         let waited = u32::from(self.picks.wrapping_sub(entry.chosen)).min(self.count);
         let turn = u32::from(entry.rif) * self.count + TURN * (self.count - waited);
-        // The load is below 2^25, even of the lowest weight.
+        // The load is below 2^25, even at the lowest weight.
         u64::from(load) << 32 | u64::from(age << 24 | turn.min((1 << 24) - 1))
     }
 

@@ -62,8 +62,8 @@ pub struct PoolSettings {
     /// Number of probes.
     pub budget: Budget,
     /// Interval between probes without an address, milliseconds, as far as the budget allows. These probes sample the
-    /// cluster's policy and find new replicas. They are more frequent in large fleets (n/4 a second, at most 105, up to
-    /// seven at once) and while replicas come into use (80 a second or 6n, at most 1000).
+    /// cluster's policy and find new replicas. They are more frequent in a large fleet of n replicas (n/4 a second, at
+    /// most 105, up to seven at once) and while replicas come into use (6n a second, at least 80 and at most 1000).
     pub discovery_interval_ms: u32,
     /// Whether Envoy vouches for the replica that answered a probe. If so, probes without an address provide loads too,
     /// and exploration needs no other probes.
@@ -77,7 +77,7 @@ pub struct PoolSettings {
     /// would go to a replica with four requests in flight. Without this, the first two of 40 replicas would get all
     /// requests, and refuse those that exceed their queues. Later, these are the requests for which even the best
     /// replica has more than θ plus four in flight: Envoy's policy counts its own requests to every replica, whereas
-    /// after a burst has used up its reports, the pool covers only some replicas. The later rule does not apply to a
+    /// the pool, once a burst has used up its reports, covers only some replicas. The later rule does not apply to a
     /// pool that holds the whole fleet. The paper has no such rules.
     pub burst_guard: bool,
     /// Conditions under which a replica is ejected.

@@ -133,8 +133,8 @@ impl Slots {
     }
 }
 
-/// Whether a VM that last looked at `last` can decide at `now` which VMs are dead. It cannot if the clock has stepped
-/// since, or if the VM itself hung.
+/// Whether a VM whose previous tick was at `last` can decide at `now` which VMs are dead. It cannot if the clock has
+/// stepped since, or if the VM itself hung.
 pub fn can_judge(last: Option<Micros>, now: Micros) -> bool {
     last.is_some_and(|last| {
         now >= last && now.saturating_since(last) <= u64::from(DEAD_MS - HEARTBEAT_MS) * 1000

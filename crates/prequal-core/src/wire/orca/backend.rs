@@ -117,7 +117,9 @@ pub enum BackendError {
     #[error("the report is longer than {MAX_REPORT} bytes")]
     TooLong,
     /// The format is unknown, or the report does not follow it.
-    #[error("the report is none: it must be `TEXT name=value,...`, `JSON {{...}}` or `BIN <base64>`")]
+    #[error(
+        "the report has an unknown format: it must be `TEXT name=value,...`, `JSON {{...}}` or `BIN <base64>`"
+    )]
     Malformed,
     /// A metric or a report occurs twice.
     #[error("the report contradicts itself")]
