@@ -65,7 +65,7 @@ fn on_one_core(scenario: &mut SimScenario) {
     }
 }
 
-/// The fleets in the second half are from the independent simulation and were not used to choose any setting.
+/// All fleets, in the order of the report. `sources.rs` has the independent simulation's figures for some of them.
 fn all() -> Vec<Point> {
     use Sizes::{Exact, Exponential, LogNormal};
     let equal = |label: &str, load: f64| fleet(label, &[(16, 4, 40.0)], Exponential, load * 1600.0);
@@ -230,7 +230,7 @@ pub(super) fn fleets(length: RunLength) -> Experiment {
             queries wait in order, without limit. `exp` is exponential; `mix` is nine in ten queries of 5 to 15 \
             ms and one in ten of 100 to 300; `no queues` serves everything at once. There is one client unless \
             the label says otherwise. `learning` is ours as the filter runs it: no server is known at first, \
-            and no probe has an address, so that the pool rarely hears from a replica without requests. `CSWRR` \
+            and clients learn them from discovery probes. `CSWRR` \
             is Envoy's client_side_weighted_round_robin on the agents' load reports, `fast` with its shortest \
             periods. `24` has every number of slots with every speed, at 1400/s. `12 × 2 cores` is processor \
             sharing with a median of 20 ms, 8 clients and 400/s; `1 core` is the same with one core each. `with \
