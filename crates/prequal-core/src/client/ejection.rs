@@ -2,9 +2,9 @@
 //!
 //! [`EjectionTable`] is a separate blob beside the pool's, shared by the workers of an Envoy. It outlives pool entries.
 //! It encodes only the records that it holds, but with hundreds of replicas those are many bytes. Each worker therefore
-//! keeps a copy, and rereads the blob only when the pool follows another version
-//! ([`crate::client::pool::PoolState::follows`]) or when the worker has an event to record. [`flights`] tracks one
-//! worker's own requests.
+//! keeps a copy. It rereads the blob only when the pool follows another version
+//! ([`crate::client::pool::PoolState::follows`]), when the worker has an event to record, when a trial may be due, and
+//! at ticks while [`EjectionTable::is_active`]. [`flights`] tracks one worker's own requests.
 //!
 //! A replica is **ejected** for one of these [`Reason`]s:
 //!
@@ -19,12 +19,13 @@
 //!
 //! **Trials** readmit a replica. A trial is one request, sent after 1, 2, 4 and then every 8 s, but only if the replica
 //! has reported (to a probe) since the last trial. A trial that is answered only slightly late restarts this back-off,
-//! once. If the answer is late and the replica itself reports such a latency, the back-off becomes 8 s immediately. An
-//! unresponsive replica is readmitted after one answer in time, to a trial or to an earlier request. A failing replica
-//! is readmitted after [`STREAK`] successful trials in a row, once it also reports no failures. These trials follow one
-//! another quickly. One trial would not be enough: a replica that fails half of its requests passes every other trial.
-//! A readmitted replica is usually **vouched** for: for 15 s, the latency that this client sees replaces the reported
-//! one if it is lower, because the reported one still includes the time before the readmission.
+//! once. If the answer is late and the replica itself reports such a latency, the back-off becomes 8 s immediately; a
+//! replica that had reported itself slow before its ejection is readmitted instead. An unresponsive replica is
+//! readmitted after one answer in time, to a trial or to an earlier request. A failing replica is readmitted after
+//! [`STREAK`] successful trials in a row, once it also reports few enough failures. These trials follow one another
+//! quickly. One trial would not be enough: a replica that fails half of its requests passes every other trial. A
+//! readmitted replica is usually **vouched** for: for 15 s, the latency that this client sees replaces the reported one
+//! if it is lower, because the reported one still includes the time before the readmission.
 //!
 //! **The others** show which failures are not a replica's own fault, such as those of a dependency that all replicas
 //! share. The rule takes the *median* of their shares of failures, so that up to half of the fleet can be bad without
@@ -78,7 +79,8 @@ impl EjectionSettings {
         self.failure_share > 0.0 && f64::from(failing) >= least
     }
 
-    /// Like [`Self::believes`], while the others report a share of `others`. The shares may cover few requests.
+    /// Like [`Self::believes`], while the others report a share of `others`. The shares may cover few requests, so the
+    /// difference must also be more than chance explains.
     fn believes_beside(&self, failing: u16, others: u16) -> bool {
         let [failed, expected] = [failing, others].map(|share| f32::from(share) / 1000.0 * REPORTED_TOTAL);
         self.believes(failing.saturating_sub(others)) && stands_out(failed, REPORTED_TOTAL, expected, 0.0)

@@ -235,7 +235,7 @@ impl Members {
         let position = self.position(endpoint);
         let known = position.ok().and_then(|index| self.list.get_mut(index));
         match (known, evidence) {
-            // A probe reply, its own or another replica's, says that it has an agent now.
+            // A probe reply, from this replica or from another, says that this replica has an agent now.
             (Some(known), Evidence::Hearsay) if known.rank == AGENTLESS => {
                 if self.tally.candidates >= MAX_CANDIDATES {
                     return false;

@@ -53,7 +53,8 @@ pub struct At<'a, D> {
 }
 
 impl<D: SharedData> At<'_, D> {
-    /// Makes sure that the blob exists. It could not be created exclusively later, because number 0 means "any".
+    /// Makes sure that the blob exists. If an update had to create it, two workers could overwrite each other, because
+    /// a write that names number 0 is never refused.
     pub fn seed<B: Blob>(&self) {
         if self.data.get(self.key).0.is_none() {
             self.data.set(self.key, &B::default().encode(), None);

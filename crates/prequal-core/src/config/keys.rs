@@ -21,8 +21,8 @@ pub struct Key {
     pub name: &'static str,
     /// Where the key is allowed.
     pub scope: Scope,
-    /// Whether operators may need it; at most 20 keys are of this kind. The others are for rules other than the default
-    /// and for experiments.
+    /// Whether operators may need it, as is the case for at most 20 keys of the outbound role and all keys of the
+    /// inbound role. The others are for rules other than the default and for experiments.
     pub everyday: bool,
     /// Another key, and the value that it must have; otherwise this key is refused. `orca` = `text` stands for every
     /// format, and `mode` = `sync` is also met by `route_modes`.

@@ -9,8 +9,8 @@
 //! - A request that has waited for more than [`TrackerConfig::stall_factor`] medians raises the estimate to its age, so
 //!   that a stall shows before anything finishes. It does not raise the estimate if a later request has finished: then
 //!   the request is heavy, not stuck. Below this threshold, the age says little. The age is low wherever many requests
-//!   have just arrived, so counting it would send even more requests there (in the simulator, at 1.74x load, p99.9 was
-//!   then 997 ms instead of 558).
+//!   have just arrived, so counting it would send even more requests there (in the simulator, at 1.74 times the
+//!   allocated CPU, p99.9 was then 997 ms instead of 558).
 //! - The time that a request waits for its client (a slow upload or download) does not count.
 //! - Failures and aborts are never samples. A replica that only fails would stay unknown, so every client would try it.
 //!   Instead it reports [`TrackerConfig::failure_latency_us`] for `max_age_us` after a failure.
@@ -36,7 +36,8 @@ use crate::shared::time::{MAX_LATENCY_US, Micros};
 pub struct TrackerConfig {
     /// Age beyond which samples are forgotten. Default 15 s: a replica that no client picks is tried again that often.
     /// With a much shorter age, the estimate at a rarely reached RIF comes from lower RIFs, and is too low exactly when
-    /// it matters (in the simulator, at 1.74x load, 5 s does as well as 15 s, but with 1 s queries time out).
+    /// it matters (in the simulator, at 1.74 times the allocated CPU, 5 s does as well as 15 s, but with 1 s queries
+    /// time out).
     pub max_age_us: u64,
     /// Number of medians beyond which a waiting request raises the estimate. Default 3; 0 means never (the paper).
     pub stall_factor: u32,

@@ -6,7 +6,7 @@ use std::hash::Hasher;
 /// Initial value of a hash.
 pub(crate) const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
 
-/// Continues `hash` over `bytes`. Not inlined: for keys of a fixed length, that would generate one step per byte.
+/// Continues `hash` over `bytes`. Not inlined: for keys of a fixed length, inlining would generate one step per byte.
 #[inline(never)]
 pub(crate) fn fnv(hash: u64, bytes: &[u8]) -> u64 {
     bytes.iter().fold(hash, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3))

@@ -1,5 +1,5 @@
-//! Query hints (paper §4): a synchronous probe describes the query, so that a replica that has its data cached can
-//! report this.
+//! Query hints (paper §4): a synchronous probe describes the query, so that a replica that has the query's data cached
+//! can report this.
 //!
 //! Only a hash is sent: 64 bits in hexadecimal, whatever the client sent. It is the same in every process and version.
 //! It is not a secret. Two values with the same hash share their cache affinity, but nothing else.

@@ -39,7 +39,7 @@ pub(super) enum Chooser {
 pub(super) struct Agentless {
     /// This worker's requests in flight to each agentless replica that has any.
     in_flight: Vec<(Endpoint, u32)>,
-    /// Whether a probe was not answered since `explored`.
+    /// Whether a probe has gone unanswered since `explored`.
     unanswered: bool,
     /// When a request was last left to the proxy's policy to find agentless replicas.
     explored: Micros,

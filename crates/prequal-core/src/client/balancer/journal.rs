@@ -78,8 +78,8 @@ impl<S: Store> Journal<S> {
     }
 
     /// Runs one transaction: applies the pending updates, runs `action`, and writes the pool if `action` asks for it.
-    /// Returns the result of `action`, and whether the pool was written. While the ejection table has records, `action`
-    /// also receives the table, and the trial if this request is to be one.
+    /// Returns the result of `action`, and whether the pool was written. If the ejection table had to be consulted,
+    /// `action` also receives the table, and the trial if this request is to be one.
     pub(super) fn transact<T, G: Rng>(
         &mut self,
         settings: &PoolSettings,

@@ -315,8 +315,8 @@ impl Flights {
         if let Some(place) = self.window.get_mut(self.answers % WINDOW) {
             *place = latency_us;
         }
-        // If the count wrapped to zero, there would be no answers to sort. It wraps to `WINDOW`, which divides its
-        // range, so that the order is preserved.
+        // If the count wrapped to zero, there would be no answers to sort, so it wraps to `WINDOW`. The range of a
+        // `usize` is a multiple of `WINDOW`, so the oldest answer is still the next to be replaced.
         self.answers = self.answers.checked_add(1).unwrap_or(WINDOW);
         if !self.answers.is_multiple_of(LEARN_EVERY) {
             return;

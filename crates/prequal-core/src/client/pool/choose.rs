@@ -80,7 +80,7 @@ impl PoolState {
     }
 
     /// Chooses a replica for a retry: the best one other than `chosen`. If `chosen` is one of the answers and there are
-    /// more, it is chosen among those; otherwise, from the pool.
+    /// others, the replica for the retry is one of those; otherwise, it comes from the pool.
     pub fn runner_up<G: Rng>(
         &self,
         settings: &PoolSettings,

@@ -17,7 +17,7 @@ const MAX_SQUARE: f32 = 1.0;
 pub(super) struct Noise {
     /// The mean, 0 to [`MAX_SQUARE`].
     pub(super) mean: f32,
-    /// The largest square of late, which fades like the mean, and the replica that showed it.
+    /// The largest recent square, which fades like the mean, and the replica that showed it.
     pub(super) largest: f32,
     loudest: Endpoint,
 }

@@ -65,7 +65,8 @@ pub(super) struct Predicted {
     /// Entries up to this multiple of the lowest cost count as equal.
     band: f32,
     /// Where weights differ, this replaces every knee: the highest knee relative to its replica's weight. A replica
-    /// with three times the weight in Envoy can show a knee three times as high only if it gets that many requests.
+    /// with three times the weight in Envoy can show a knee three times as high only if it gets three times as many
+    /// requests.
     weighted_knee: Option<u16>,
     /// Knee of a typical replica: the upper median of the known knees.
     usual_knee: u16,
@@ -228,7 +229,8 @@ impl Trials {
 /// every request at once, so its RIF counts as zero and turns decide. Where all requests take the same time, even
 /// spacing of requests keeps queues short, as in round robin.
 ///
-/// The parts are packed into one number, from the highest bit: 1 for the first, 31 for the second, 32 for the others.
+/// The parts are packed into one number, from the highest bit down: one bit for the first, 31 for the second, 32 for
+/// the others.
 /// Every pick compares the ranks of all entries.
 type PredictedRank = u64;
 

@@ -262,7 +262,7 @@ impl BackendReport {
             && !name.starts_with(OURS)
             && value.abs() <= MAX_VALUE;
         if sound && self.named.len() < MAX_NAMED {
-            // Values below 1 would be long when written out.
+            // A value below 1 can have very many digits when written out, so it is rounded.
             let value = if value.abs() < 1.0 { (value * 1e9).round() / 1e9 } else { value };
             // Turns −0 into 0.
             self.named.push((name.into(), value + 0.0));
