@@ -12,7 +12,7 @@ use crate::diag::{self, Entry, Filter};
 use crate::flowlabel::{Current, Label};
 use crate::guardian::{self, Guardian, Note};
 use crate::holders::{Holder, Holders};
-use crate::pins::{self, Facts, Pin, Verdict};
+use crate::pins::{self, Decision, Pin, PinFacts};
 use crate::relabel::Relabeller;
 use crate::sysctl::{self, PlbParams};
 use crate::tracker::Tracker;
@@ -236,12 +236,12 @@ impl Daemon {
             Err(error) => Outcome::Unreadable(error.to_string()),
             Ok(Some((holder, socket))) => {
                 state.hidden = None;
-                match Facts::read(&socket) {
+                match PinFacts::read(&socket) {
                     Err(error) => Outcome::Unreadable(error.to_string()),
                     Ok(facts) => match pins::judge(facts, cause, state.label.is_some()) {
-                        Verdict::Stay(pin) => Outcome::Pinned(pin),
-                        Verdict::LeftToKernel => Outcome::LeftToKernel,
-                        Verdict::Move => state
+                        Decision::Stay(pin) => Outcome::Pinned(pin),
+                        Decision::LeftToKernel => Outcome::LeftToKernel,
+                        Decision::Move => state
                             .apply(&mut self.way, holder, &socket, facts)
                             .unwrap_or_else(|error| Outcome::Failed(error.to_string())),
                     },
@@ -319,7 +319,7 @@ impl State {
         self.label.is_none() && self.switched.is_none()
     }
 
-    fn apply(&mut self, way: &mut Way, holder: Holder, socket: &OwnedFd, facts: Facts) -> Result<Outcome> {
+    fn apply(&mut self, way: &mut Way, holder: Holder, socket: &OwnedFd, facts: PinFacts) -> Result<Outcome> {
         let cookie = self.entry.cookie;
         match way {
             Way::Bpf(relabeller) => {

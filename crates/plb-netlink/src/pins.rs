@@ -31,14 +31,14 @@ impl fmt::Display for Pin {
 
 /// State of a socket that determines whether it is pinned.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct Facts {
+pub struct PinFacts {
     /// Label of the socket.
     pub label: Current,
     /// Whether the kernel may change an automatic label.
     pub may_rehash: bool,
 }
 
-impl Facts {
+impl PinFacts {
     /// Reads the facts from a duplicate of the socket.
     ///
     /// # Errors
@@ -50,7 +50,7 @@ impl Facts {
 
 /// Decision about a connection that has a reason to move.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Verdict {
+pub enum Decision {
     /// Leave it on its path.
     Stay(Pin),
     /// Leave it alone: the kernel has already moved it at this timeout.
@@ -61,14 +61,14 @@ pub enum Verdict {
 
 /// Decides whether to move a connection. `relabelled` is true if its label is rewritten at the egress, which hides the
 /// kernel's choice.
-pub fn judge(facts: Facts, cause: Cause, relabelled: bool) -> Verdict {
+pub fn judge(facts: PinFacts, cause: Cause, relabelled: bool) -> Decision {
     match facts {
-        Facts { label: Current::Explicit(label, _), .. } => Verdict::Stay(Pin::Label(label)),
-        Facts { may_rehash: false, .. } => Verdict::Stay(Pin::RehashOff),
-        Facts { label: Current::Automatic, .. } if cause == Cause::Timeout && !relabelled => {
-            Verdict::LeftToKernel
+        PinFacts { label: Current::Explicit(label, _), .. } => Decision::Stay(Pin::Label(label)),
+        PinFacts { may_rehash: false, .. } => Decision::Stay(Pin::RehashOff),
+        PinFacts { label: Current::Automatic, .. } if cause == Cause::Timeout && !relabelled => {
+            Decision::LeftToKernel
         }
-        _ => Verdict::Move,
+        _ => Decision::Move,
     }
 }
 
@@ -83,20 +83,20 @@ mod tests {
         let explicit = Current::Explicit(label, None);
         let (auto, zero) = (Current::Automatic, Current::Zero);
         for (label_now, may_rehash, cause, relabelled, expected) in [
-            (auto, true, Idle, false, Verdict::Move),
-            (auto, true, Forced, true, Verdict::Move),
-            (auto, true, Timeout, false, Verdict::LeftToKernel),
-            (auto, true, Timeout, true, Verdict::Move),
+            (auto, true, Idle, false, Decision::Move),
+            (auto, true, Forced, true, Decision::Move),
+            (auto, true, Timeout, false, Decision::LeftToKernel),
+            (auto, true, Timeout, true, Decision::Move),
             // The kernel changes its hash at a timeout, but the label stays 0.
-            (zero, true, Timeout, false, Verdict::Move),
-            (zero, true, Idle, false, Verdict::Move),
-            (auto, false, Timeout, false, Verdict::Stay(Pin::RehashOff)),
-            (auto, false, Forced, true, Verdict::Stay(Pin::RehashOff)),
-            (zero, false, Timeout, false, Verdict::Stay(Pin::RehashOff)),
-            (explicit, true, Timeout, true, Verdict::Stay(Pin::Label(label))),
-            (explicit, false, Idle, false, Verdict::Stay(Pin::Label(label))),
+            (zero, true, Timeout, false, Decision::Move),
+            (zero, true, Idle, false, Decision::Move),
+            (auto, false, Timeout, false, Decision::Stay(Pin::RehashOff)),
+            (auto, false, Forced, true, Decision::Stay(Pin::RehashOff)),
+            (zero, false, Timeout, false, Decision::Stay(Pin::RehashOff)),
+            (explicit, true, Timeout, true, Decision::Stay(Pin::Label(label))),
+            (explicit, false, Idle, false, Decision::Stay(Pin::Label(label))),
         ] {
-            let facts = Facts { label: label_now, may_rehash };
+            let facts = PinFacts { label: label_now, may_rehash };
             assert_eq!(judge(facts, cause, relabelled), expected, "{facts:?} {cause:?} {relabelled}");
         }
     }

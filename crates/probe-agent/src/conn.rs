@@ -23,7 +23,7 @@ use crate::socket::Socket;
 /// A plain or TLS stream from a client.
 pub(crate) enum Stream {
     Plain(Socket),
-    Tls(Box<tls::ClientStream>),
+    Tls(Box<tls::ClientTls>),
 }
 
 /// Reads as much as needed to distinguish HTTP/2 with prior knowledge from HTTP/1. Returns whether it is HTTP/2, and

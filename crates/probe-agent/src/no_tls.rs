@@ -31,7 +31,7 @@ impl Acceptor {
         if config.tls.is_some() || config.tls_clients.is_some() { Err(TlsError::Missing) } else { Ok(None) }
     }
 
-    pub(crate) async fn accept(&self, _: Socket) -> io::Result<ClientStream> {
+    pub(crate) async fn accept(&self, _: Socket) -> io::Result<ClientTls> {
         match *self {}
     }
 
@@ -48,7 +48,7 @@ impl Connector {
         Err(TlsError::Missing)
     }
 
-    pub(crate) async fn connect(&self, _: bool, _: Socket) -> io::Result<BackendStream> {
+    pub(crate) async fn connect(&self, _: bool, _: Socket) -> io::Result<BackendTls> {
         match *self {}
     }
 
@@ -59,14 +59,14 @@ impl Connector {
 
 pub(crate) enum Never {}
 
-pub(crate) type ClientStream = Never;
-pub(crate) type BackendStream = Never;
+pub(crate) type ClientTls = Never;
+pub(crate) type BackendTls = Never;
 
-pub(crate) fn accepted_http2(stream: &ClientStream) -> Option<bool> {
+pub(crate) fn accepted_http2(stream: &ClientTls) -> Option<bool> {
     match *stream {}
 }
 
-pub(crate) fn connected_http2(stream: &BackendStream) -> bool {
+pub(crate) fn connected_http2(stream: &BackendTls) -> bool {
     match *stream {}
 }
 

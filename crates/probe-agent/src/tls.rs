@@ -24,9 +24,9 @@ use crate::reload::Reloaded;
 use crate::socket::Socket;
 
 /// TLS stream from a client.
-pub(crate) type ClientStream = tokio_rustls::server::TlsStream<Socket>;
+pub(crate) type ClientTls = tokio_rustls::server::TlsStream<Socket>;
 /// TLS stream to the backend.
-pub(crate) type BackendStream = tokio_rustls::client::TlsStream<Socket>;
+pub(crate) type BackendTls = tokio_rustls::client::TlsStream<Socket>;
 
 /// Reason why TLS could not be set up. In most cases, the cause is a file or a name that the operator gave.
 #[derive(Debug, thiserror::Error)]
@@ -103,7 +103,7 @@ impl Acceptor {
     }
 
     /// Performs the handshake.
-    pub(crate) async fn accept(&self, socket: Socket) -> io::Result<ClientStream> {
+    pub(crate) async fn accept(&self, socket: Socket) -> io::Result<ClientTls> {
         self.0.current().acceptor.accept(socket).await
     }
 
@@ -147,7 +147,7 @@ impl Connector {
     }
 
     /// Performs the handshake, offering one version of HTTP.
-    pub(crate) async fn connect(&self, http2: bool, socket: Socket) -> io::Result<BackendStream> {
+    pub(crate) async fn connect(&self, http2: bool, socket: Socket) -> io::Result<BackendTls> {
         let with = self.with.current();
         let connector = if http2 { with.http2 } else { with.http1 };
         connector.connect(self.name.clone(), socket).await
@@ -165,12 +165,12 @@ impl Connector {
 }
 
 /// Returns whether the client asked for HTTP/2; `None` if it left that open.
-pub(crate) fn accepted_http2(stream: &ClientStream) -> Option<bool> {
+pub(crate) fn accepted_http2(stream: &ClientTls) -> Option<bool> {
     stream.get_ref().1.alpn_protocol().map(|protocol| protocol == b"h2")
 }
 
 /// Returns whether the backend agreed to HTTP/2.
-pub(crate) fn connected_http2(stream: &BackendStream) -> bool {
+pub(crate) fn connected_http2(stream: &BackendTls) -> bool {
     stream.get_ref().1.alpn_protocol() == Some(b"h2")
 }
 

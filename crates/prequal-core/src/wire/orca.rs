@@ -135,15 +135,15 @@ impl OrcaReport {
     }
 
     /// Passes each metric of the report to `put`, in the order of the report.
-    fn each(&self, mut put: impl FnMut(Field<'_>, Amount) -> fmt::Result) -> fmt::Result {
+    fn each(&self, mut put: impl FnMut(MetricName<'_>, Amount) -> fmt::Result) -> fmt::Result {
         for (of, utilization) in self.utilizations() {
             if let Some(micro) = utilization {
-                put(Field::Own(of.name()), Amount::Fixed(micro, 1_000_000))?;
+                put(MetricName::Own(of.name()), Amount::Fixed(micro, 1_000_000))?;
             }
         }
-        put(Field::Own("rps_fractional"), Amount::Fixed(self.rates.ended_milli, 1000))?;
-        put(Field::Own("eps"), Amount::Fixed(self.rates.failed_milli, 1000))?;
-        self.named(|name, value| put(Field::Named(name), Amount::Number(value)))
+        put(MetricName::Own("rps_fractional"), Amount::Fixed(self.rates.ended_milli, 1000))?;
+        put(MetricName::Own("eps"), Amount::Fixed(self.rates.failed_milli, 1000))?;
+        self.named(|name, value| put(MetricName::Named(name), Amount::Number(value)))
     }
 
     /// Passes each metric that ORCA has no field for to `put`: Prequal's, then the backend's. Their names need no
@@ -194,8 +194,8 @@ impl OrcaReport {
         let mut separator = "";
         self.each(|field, value| {
             match field {
-                Field::Own(name) => write!(text, "{separator}{name}={value}")?,
-                Field::Named(name) => write!(text, "{separator}named_metrics.{name}={value}")?,
+                MetricName::Own(name) => write!(text, "{separator}{name}={value}")?,
+                MetricName::Named(name) => write!(text, "{separator}named_metrics.{name}={value}")?,
             }
             separator = ",";
             Ok(())
@@ -206,8 +206,8 @@ impl OrcaReport {
         text.push_str("JSON {");
         let mut named = false;
         self.each(|field, value| match field {
-            Field::Own(name) => write!(text, "\"{name}\":{value},"),
-            Field::Named(name) => {
+            MetricName::Own(name) => write!(text, "\"{name}\":{value},"),
+            MetricName::Named(name) => {
                 let opens = if named { "," } else { "\"named_metrics\":{" };
                 named = true;
                 write!(text, "{opens}\"{name}\":{value}")
@@ -218,8 +218,8 @@ impl OrcaReport {
     }
 }
 
-/// Place of a metric in the report.
-enum Field<'a> {
+/// Name of a metric: a field of ORCA, or one of the named metrics.
+enum MetricName<'a> {
     Own(&'static str),
     Named(&'a str),
 }
