@@ -42,7 +42,7 @@ fn seeds() -> Vec<Vec<u8>> {
             1, 1,
         ];
         seeds.push(Script::join(&script, &table.encode()));
-        // A replica that fails every request: its failures fill the memory.
+        // A replica that fails every request, until all requests that its record remembers are failures.
         let failing: Vec<u8> = [0, 0, 3, 0, 0, 0, 9, 3].repeat(31);
         seeds.push(Script::join(&failing, &table.encode()));
     }

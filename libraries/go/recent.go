@@ -81,8 +81,8 @@ func (b *beyond) answered(now uint64, fit capacity, arrivedAs, latencyUs uint32)
 	b.at = now
 }
 
-// hinderedAt returns the share, reduced according to its age. Old evidence is forgotten, so that a server that is never sent that
-// many requests is tried again.
+// hinderedAt returns the share, reduced according to its age. Old evidence is forgotten: a server that is no longer sent more
+// requests than its knee would otherwise never be tried again.
 func (b *beyond) hinderedAt(now uint64) float64 {
 	return b.hindered * max(1-float64(since(now, b.at))/forgottenUs, 0)
 }

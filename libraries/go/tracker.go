@@ -115,7 +115,7 @@ func (t *tracker) finish(v *visit, now uint64, outcome Outcome) {
 	}
 }
 
-// overtake marks the requests at the server since before time as overtaken: they are heavy, not stuck.
+// overtake marks the requests that came to the server earlier than time as overtaken: they are heavy, not stuck.
 func (t *tracker) overtake(time uint64) {
 	t.successes++
 	for v := t.waiting.oldest; v != nil && v.since < time; v = t.waiting.oldest {
@@ -125,7 +125,7 @@ func (t *tracker) overtake(time uint64) {
 	}
 }
 
-// setLongOnesApart stops counting very long requests as at the server.
+// setLongOnesApart no longer counts very long requests among those at the server.
 func (t *tracker) setLongOnesApart(now uint64) {
 	if !t.levels.known {
 		return

@@ -193,7 +193,7 @@ mod tests {
     use super::*;
     use crate::closed::Round;
 
-    /// Two sizes of one kind that is shown and one that is judged, with these costs.
+    /// Two sizes of each of two kinds, with these costs. The first kind is only shown, the second one is judged.
     fn grown(costs: [f64; 4], beyond: Option<(usize, &'static str)>) -> Grown {
         let variant = |cpu_us| {
             let target = ([127, 0, 0, 1], 1).into();

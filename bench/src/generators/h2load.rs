@@ -65,7 +65,7 @@ mod tests {
     fn connections_are_opened_over_one_second() {
         assert_eq!(opened(500), (1, 2));
         assert_eq!(opened(1000), (1, 1));
-        // 1250 in a second.
+        // Five every 4 ms are 1250 a second.
         assert_eq!(opened(1280), (5, 4));
         assert_eq!(opened(3), (1, 324));
     }

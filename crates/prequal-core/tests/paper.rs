@@ -372,8 +372,8 @@ enum Removal {
     OldestAndWorst,
 }
 
-/// Good probes are used up and bad ones stay. Without removal of the worst, the pool comes to hold the loads of loaded
-/// replicas (degradation), even if as many probes are removed for their age.
+/// Good probes are used up and bad ones stay. Without removal of the worst, the reports in the pool are more and more
+/// those of heavily loaded replicas (degradation), even if as many probes are removed for their age.
 #[test]
 fn s4_removal_of_the_worst_prevents_degradation() {
     let mean_rif_in_pool = |removal: &Removal| {

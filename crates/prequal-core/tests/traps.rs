@@ -1,7 +1,7 @@
-//! One test for each trap that public implementations of Prequal fell into, as far as it concerns the core. Two traps
-//! also concern adapters: requests dropped half-way (3) are tested again in the agent and in the filter's end-to-end
-//! suite, and pools shared between routes (7) in the latter. Benchmark arms that share state (10) are tested in the
-//! simulator (`bench/src/sim/grid.rs`).
+//! One test for each trap that public implementations of Prequal fell into, as far as it concerns the core. The names
+//! of the tests number the traps. Two traps also concern adapters: requests dropped half-way (trap 3) are tested again
+//! in the agent and in the filter's end-to-end suite, and pools shared between routes (trap 7) in that suite.
+//! Benchmark arms that share state (trap 10) are tested in the simulator (`bench/src/sim/grid.rs`).
 
 use prequal_core::client::ejection::{Change, EjectionTable, Event};
 use prequal_core::client::members::{Evidence, Members, Placement};
@@ -80,7 +80,7 @@ fn trap_3_a_request_leaves_rif_however_it_ends() {
         (Outcome::Success, false),
         (Outcome::Failure, false),
         (Outcome::Aborted, false),
-        // An upgraded connection or a long stream; one that is reset is an abort.
+        // Upgraded connections and long streams. One that the client resets is an abort.
         (Outcome::Streaming, true),
         (Outcome::Aborted, true),
         (Outcome::Failure, true),

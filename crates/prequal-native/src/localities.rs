@@ -27,7 +27,7 @@ mod tests {
     #[test]
     fn localities_without_healthy_hosts_are_numbered_by_name() {
         assert_eq!(numbers(&["b", "a", "b"], &[Some("a"), Some("b")]), [1, 0, 1]);
-        // "c" is Envoy's own.
+        // "c" is Envoy's own locality.
         assert_eq!(numbers(&["a", "b", "c", "d"], &[Some("c"), None, Some("b"), None]), [1, 2, 0, 3]);
         assert_eq!(numbers(&["b", "a"], &[None, None]), [1, 0]);
         assert_eq!(numbers(&["a", "b"], &[Some("a")]), [0, usize::MAX]);

@@ -83,7 +83,8 @@ class Beyond:
     def _hindered_at(self, now: int) -> float:
         """Returns the share, reduced according to its age.
 
-        Old evidence is forgotten, so that a server that is never sent that many requests is tried again.
+        Old evidence is forgotten: a server that is no longer sent more requests than its knee would otherwise never be
+        tried again.
         """
         return self._hindered * max(1.0 - max(now - self._at, 0) / FORGOTTEN_US, 0.0)
 

@@ -113,7 +113,7 @@ class Tracker:
             self._last_failure = now
 
     def _overtake(self, since: int) -> None:
-        """Marks requests at the server since before `since` as overtaken: they are heavy, not stuck."""
+        """Marks the requests that came to the server earlier than `since` as overtaken: they are heavy, not stuck."""
         self._successes += 1
         while self._waiting:
             oldest = next(iter(self._waiting))
@@ -124,7 +124,7 @@ class Tracker:
             self._overtaken[oldest] = None
 
     def _set_long_ones_apart(self, now: int) -> None:
-        """Stops counting very long requests as at the server."""
+        """No longer counts very long requests among those at the server."""
         expected_us = self._levels.expected_us()
         while expected_us is not None and self._overtaken:
             oldest = next(iter(self._overtaken))

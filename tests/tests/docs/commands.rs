@@ -216,8 +216,9 @@ fn every_command_is_run_or_parsed_or_listed_with_a_reason() -> Result<()> {
     Ok(())
 }
 
-/// Checks that the program accepts these flags and arguments. They are parsed in order, so help is printed only if
-/// everything before it is valid. Placeholders (`NAME`, `<scenario>`, `[--quick]`) and redirections are left out.
+/// Checks that the program accepts these flags and arguments, followed by `--help`: the program parses them in order,
+/// so it prints help only if everything before `--help` is valid. Placeholders (`NAME`, `<scenario>`, `[--quick]`) and
+/// redirections are left out.
 fn accepts(program: &Path, arguments: &[String]) -> Result<()> {
     let optional = arguments.iter().map(|word| word.trim_matches(['[', ']']));
     let said = optional

@@ -164,7 +164,8 @@ fn renders(text: &str) -> Result<()> {
     Ok(())
 }
 
-/// Checks clusters, or a chart's dependency on this project's chart, or values for it. The mesh's tests render them.
+/// Checks a block about Kubernetes: Envoy clusters, a chart's dependency on this project's chart, or values for this
+/// project's chart. The mesh's tests render charts and values.
 fn is_of_kubernetes(shown: &Value) -> Result<()> {
     // The chart's values as a user writes them, or below the chart's name in a chart that depends on it.
     if let Some(values) = shown.get("prequal").or_else(|| shown.get("agent").map(|_| shown)) {

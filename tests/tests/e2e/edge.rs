@@ -28,7 +28,7 @@ use crate::support::{PROBE_PATH, assert_all_ok, bed, warm};
 const SECOND: Duration = Duration::from_secs(1);
 const BIG: usize = 4 << 20;
 
-/// Replicas that serve all the tests here, by path.
+/// The replicas of all tests in this file. They answer by path.
 fn fleet() -> Result<Fleet> {
     let fleet = Fleet::uniform(2, &Reply::ok())?;
     let big = Bytes::from(vec![b'b'; BIG]);

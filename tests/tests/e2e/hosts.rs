@@ -371,8 +371,8 @@ fn assert_heavy_to_light(
 #[test]
 fn endpoint_weights_stay_in_force() -> Result<()> {
     bed!();
-    // One caller for each of four equal shares: with more, replicas with a low estimate of the knee serve less
-    // (docs/design/limits.md).
+    // With equal weights, there is one caller for each of the four replicas: with more callers, replicas with a low
+    // estimate of the knee would serve less (docs/design/limits.md).
     for (heavy, callers, within) in [(3, 12, 2.1..=4.5), (1, 4, 0.6..=1.6)] {
         let fleet = Fleet::uniform(4, &Reply::ok().delay(Duration::from_millis(10)))?;
         let weighted = fleet.addrs().into_iter().zip([heavy, heavy, 1, 1]);

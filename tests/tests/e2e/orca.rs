@@ -21,7 +21,7 @@ const CLUSTERS: [(&str, &[&str], bool); 5] = [
     ("oob", &["--orca-streams", "10"], true),
 ];
 const POLICY: &str = "envoy.extensions.load_balancing_policies.client_side_weighted_round_robin";
-/// The same for Envoys in the inbound role, which report in different formats.
+/// The cluster of a fast and a slow replica behind Envoys in the inbound role, each of which reports in another format.
 const INBOUND: &str = "inbound";
 /// A cluster whose agents report nothing: its replicas get equal shares.
 const SILENT: &str = "silent";

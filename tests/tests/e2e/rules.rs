@@ -230,8 +230,8 @@ fn a_retry_goes_to_another_replica_and_with_override_host_to_the_runner_up() -> 
         ("override_host", "async"),
         ("override_host", "sync"),
     ] {
-        // The replica with the best reports fails everything. The second is far better than the others, whose replies
-        // to probes arrive last: a request that waits for three of four replies has that of the second.
+        // The replica with the best reports fails everything. The second is far better than the other two. Their
+        // replies to probes arrive last, so a request that waits for three of four replies has the second replica's.
         let mut fleet = vec![
             stand_in(load(0, 1000), |_| Reply::ok().body(Body::Reset))?,
             stand_in(load(0, 5000), load(0, 5000))?,
@@ -359,8 +359,8 @@ fn every_profile_steers() -> Result<()> {
         let (after, served) = (envoy.prequal(SERVING)?, fleet.served());
         let of_sync = after.picks("sync") - before.picks("sync");
         assert!(if mode == "sync" { of_sync >= 300 } else { of_sync == 0 }, "{profile}: {after:#?}");
-        // A fair share is 100. The paper's rule sends slow replicas no trials, but at RIFs of one or two it follows θ,
-        // the limit between cold and hot.
+        // A fair share is 100. The paper's rule sends slow replicas no trials. But while RIFs are one or two, the fast
+        // replicas are often hot (their RIFs reach θ), and then a slow one that is cold is chosen.
         assert!(served[3] <= 60, "{profile}: {served:?}");
     }
     Ok(())

@@ -54,8 +54,8 @@ const PLANS: [Plan; 9] = [
     Plan { name: "clients", aborts: 0.1, streams: 0.05, slow_clients: 0.2, ..PLAIN },
     // More requests in flight than there are distinct levels.
     Plan { name: "flood", slots: 800, phases: &[(1.0, 1000.0, 40.0, 0), (2.0, 50.0, 1.0, 0)], ..PLAIN },
-    // Small steps back count as late updates, large ones as steps of the clock. Later everything is old, and weights
-    // are scaled back.
+    // The clock steps back and forward. After the long steps forward all earlier evidence is old, and the weights of
+    // the estimate are scaled down.
     Plan {
         name: "clock",
         fails: 0.1,

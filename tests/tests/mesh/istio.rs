@@ -246,7 +246,7 @@ fn sidecars_steer_to_sidecars_in_the_inbound_role() -> Result<()> {
     let mesh = Mesh::new()?;
     let pods = Pods::behind_sidecars(&mesh)?;
     let mut proxy = pods.sidecar()?;
-    // The name of the second port begins with `http-` there, so Istio does not offer HTTP/2 by ALPN.
+    // In server-inbound.yaml, the name of the second port begins with `http-`, so Istio does not offer HTTP/2 by ALPN.
     mesh.originate(&mut proxy, &[(SERVING, 8080), (PROBING, 8081)]);
     apply(&mut proxy, &documents("istio/client-sidecar.yaml")?);
     let envoy = proxy.start()?;
@@ -367,7 +367,8 @@ fn the_pieces_are_those_of_the_static_configuration() -> Result<()> {
         filters.iter().find(|filter| filter["name"] == name).expect("such a filter").clone()
     };
     let probing = &shipped["clusters"][1];
-    // The routes are Istio's, so the choice is removed where the other shim removes it.
+    // Istio generates the routes, so they cannot remove the steering header. The router's upstream filters remove it,
+    // as with the shim `override_host`.
     let router = EnvoyConfig::for_replicas(&[])?.override_host().router_mut()["typed_config"].clone();
     let value =
         |document: &Value, index: usize| document["spec"]["configPatches"][index]["patch"]["value"].clone();
@@ -400,8 +401,8 @@ fn the_pieces_are_those_of_the_static_configuration() -> Result<()> {
     Ok(())
 }
 
-/// Istio sets up failover between localities for a port only with outlier detection, and placement is learned from
-/// probes.
+/// Placement is learned from probes, so the port for probes must fail over between localities as the serving port does.
+/// Istio sets up this failover only for ports with outlier detection.
 #[test]
 fn both_ports_of_the_service_fail_over_alike() -> Result<()> {
     for file in ["istio/server-agent.yaml", "istio/server-inbound.yaml"] {

@@ -1,4 +1,4 @@
-//! Labels that `plb run --way sockopt` has switched off do not stay off, neither in a black hole nor after it ends.
+//! Labels that `plb run --way sockopt` has switched off do not stay off, neither in a black hole nor after the run.
 
 use std::time::Duration;
 
@@ -68,7 +68,7 @@ fn labels_that_were_switched_off_are_restored_however_it_ends() {
         run.child.wait().unwrap();
         eventually(way, Duration::from_secs(5), || sock::auto_label(&flows[0]).unwrap()).unwrap();
     }
-    // A reader that has gone away also ends the run, at its next move.
+    // If the reader of its output has gone away, the run also ends, when it next moves a connection.
     let mut run = switched_off(&fabric, &flows[0]);
     run.hang_up();
     let congested = fabric.congest(&[1, 2, 3, 4]).unwrap();

@@ -501,7 +501,7 @@ mod tests {
         let mut tracker = Tracker::new(TrackerConfig::default());
         serve(&mut tracker, 0, 10);
         let first = tracker.start(ms(20));
-        serve(&mut tracker, 20, 40); // found one in flight
+        serve(&mut tracker, 20, 40); // arrived while one was in flight
         tracker.finish(first, ms(70), Outcome::Aborted);
         assert_eq!(tracker.latency(ms(80)), Some(10_000));
         let _held = tracker.start(ms(80));
@@ -612,7 +612,8 @@ mod tests {
 
     #[test]
     fn a_very_long_request_is_one_that_is_ten_times_as_old_and_that_ten_have_overtaken() {
-        // After the first request that overtakes it, nine are too few, although it is old enough.
+        // It takes ten more requests after the first one that overtakes it. Nine are too few, although the long request
+        // is old enough.
         let mut tracker = at_ten_ms();
         let long = tracker.start(ms(999));
         serve_from(&mut tracker, 1000, 10);

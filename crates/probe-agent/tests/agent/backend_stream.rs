@@ -1,4 +1,4 @@
-//! The stream of load reports that a backend sends out of band, as it should be and not.
+//! The stream of load reports that a backend sends out of band: correct streams and faulty ones.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -138,7 +138,7 @@ async fn bad_reports_are_counted_and_unreadable_data_ends_the_stream() {
     ] {
         let what = format!("{sends:?}");
         let (addr, _) = reporting(move |call, _, mut sender| {
-            // Split everywhere.
+            // In pieces that do not end where messages end.
             let bytes = if call == 0 { sends.concat() } else { vec![] };
             async move {
                 for piece in bytes.chunks(64) {

@@ -85,7 +85,7 @@ async fn unambiguous_framing_is_accepted() {
         let reply = raw(agent.addr, request).await;
         assert!(reply.contains(" 200 OK\r\n"), "{request}: {reply}");
     }
-    // A chunked request that follows another on the same connection, and one that is pipelined.
+    // Two pipelined requests, and then chunked requests that follow one another on the same connection.
     let two = "POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\n\r\naGET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n";
     assert_eq!(raw(agent.addr, two).await.matches(" 200 OK\r\n").count(), 2);
     assert_eq!(hits.load(Ordering::Relaxed), 8);

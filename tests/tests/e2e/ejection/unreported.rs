@@ -77,14 +77,14 @@ impl Unreported {
     fn assert_ejected(&self, case: &str, envoy: &Envoy, client: &Client, request: fn(usize) -> Request) {
         warm(envoy, 4);
         self.fail_every(1);
-        // Ejection takes two failures. If the first failure brings no report, the replica waits at the end of the pool
-        // for a probe.
+        // Ejection takes two failures. The first one removes the replica from the pool, and the reply to a probe brings
+        // it back.
         eventually(case, Duration::from_secs(30), || {
             client.burst(50, 8, request);
             (envoy.prequal(SERVING).ok()?.other("prequal_ejections_total.failing") > 0).then_some(())
         });
         client.burst(400, 8, request);
-        // A fair share is 100 requests. Only requests from before the ejection and trials may fail.
+        // A fair share is 100 requests. Only trials, and requests sent before the ejection, may fail.
         assert!((2..=24).contains(&self.failures()), "{case}: {} failures", self.failures());
         let counts = envoy.prequal(SERVING).expect("stats");
         assert_eq!(counts.other("prequal_ejections_total.reported"), 0, "{counts:#?}");
@@ -136,7 +136,7 @@ fn partial_failures_that_no_replica_reports_eject() -> Result<()> {
             client.burst(100, 8, |_| grpc_request());
             (envoy.prequal(SERVING).ok()?.other("prequal_ejections_total.failing") > 0).then_some(())
         });
-        // It takes only tens of requests.
+        // The replica is ejected within tens of requests.
         assert!(fleet.failures() <= 40, "{} failures", fleet.failures());
         assert_eq!(envoy.prequal(SERVING)?.other("prequal_ejections_total.reported"), 0);
     }

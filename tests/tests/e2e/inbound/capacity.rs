@@ -91,8 +91,8 @@ fn the_time_of_slow_clients_does_not_count_as_latency() -> Result<()> {
             assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
         }
     }
-    // A worker that learns late of another worker's few requests may miss part of their time, but never counts the
-    // clients' second.
+    // A worker that learns late of another worker's few requests may miss part of their time. But it never counts the
+    // second in which a request waits for its client.
     wait_for_count(&envoy, "success", 8);
     assert_takes(addr, 5..=250);
     for _ in 0..4 {

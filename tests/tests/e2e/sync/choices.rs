@@ -56,7 +56,7 @@ fn late_probe_replies_enter_the_pool() -> Result<()> {
     counted(&envoy, "the late answers", |now| now.probes("used") >= 3);
     assert_all_ok(&client.burst(10, 1, |_| Request::get("/")));
     let after = envoy.prequal(SERVING)?;
-    // An Envoy that stalls for 60 ms finds the replies before the deadline.
+    // If Envoy stalls for 60 ms, it handles the replies before it notices that the deadline has passed.
     assert_eq!(after.waits("deadline") + after.waits("enough"), 11, "{after:#?}");
     assert_eq!((after.picks("sync"), after.picks("fallback")), (after.waits("enough"), 1), "{after:#?}");
     let from_the_pool = after.picks("cold") + after.picks("hot");

@@ -97,7 +97,8 @@ fn a_hint_leads_to_the_replica_that_served_it_before() -> Result<()> {
     let get = |session: &str| {
         assert_all_ok(&[client.send(Request::get("/").header("x-session", session))]);
     };
-    // A replica that has no latency estimate yet is tried, whatever the other reports.
+    // A replica without a latency estimate would be tried whatever load the other replica reports, so give both an
+    // estimate first.
     (0..20).for_each(|number| get(&format!("before {number}")));
     for session in (0..8).map(|number| format!("session {number}")) {
         (0..10).for_each(|_| get(&session));

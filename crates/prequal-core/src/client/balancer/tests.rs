@@ -89,7 +89,7 @@ struct Host {
     writes: Rc<Cell<u32>>,
     /// Number of reads of the ejection table.
     looks: Rc<Cell<u32>>,
-    /// The end of the keys to which writes are refused, and how many more writes are refused.
+    /// Suffix of the keys to which writes are refused, and the number of writes still to be refused.
     refused: Rc<RefCell<(&'static str, u32)>>,
 }
 

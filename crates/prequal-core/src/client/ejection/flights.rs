@@ -405,7 +405,7 @@ mod tests {
         }
         let _flight = send(&mut flights, 1_000_000_000);
         let mut overdue = |after: u64| {
-            // At the second look.
+            // A request counts as overdue only at the second look.
             (0..2).any(|look| flights.overdue(Micros(1_000_000_000 + after + look * LOOK_US)).is_some())
         };
         assert!(!overdue(390_000));

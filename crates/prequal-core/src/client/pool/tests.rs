@@ -96,7 +96,8 @@ fn a_young_replica_takes_a_share_that_grows_with_its_age() {
         up[0] = Some(up_s);
         Scene::new(PoolSettings { slow_start_ms: 10_000, ..plain() }).share_of_the_first(up)
     });
-    // Out of 1000 requests for a grown replica: 50 (it must be seen to answer), 300, 600, 900, 1000.
+    // Requests at the young replica, where a grown one in its place gets 1000: at first 50, so that it can show that it
+    // answers, then 300, 600, 900 and 1000.
     for (got, wanted) in shares.iter().zip([50, 300, 600, 900, 1000]) {
         assert!(got.abs_diff(wanted) <= wanted * 8 / 100 + 16, "{shares:?}");
     }
@@ -550,7 +551,8 @@ fn rif_counts_relative_to_the_weight() {
     placed(&mut scene, 0, 1, 3, 10, placement(0, 3.0));
     placed(&mut scene, 0, 2, 2, 10, placement(0, 3.0));
     placed(&mut scene, 0, 3, 1, 10, placement(0, 0.5));
-    // 1, 1 (2/3, rounded up) and 2: the light replica waits until the others also reach 2 (4/3, rounded up).
+    // RIF over weight is 1, 1 (2/3, rounded up) and 2. The light replica gets no request until the others also reach 2,
+    // which takes a RIF of 4 (4/3, rounded up).
     for _ in 0..3 {
         assert_ne!(scene.pick(1).replica, Some(replica(3)));
     }
@@ -598,7 +600,7 @@ fn with_verified_probes_exploration_uses_only_discovery() {
         for at in 3000..4000 {
             scene.report(at, (at % 16) as u16, 0, Some(1));
             let probes = scene.pick(at).probes;
-            // The first request is due a burst.
+            // With the first request, a burst of probes is due.
             if at < 3010 {
                 continue;
             }
@@ -803,7 +805,7 @@ fn a_burst_without_new_reports_is_left_to_envoys_policy() {
         }
         (0..100).filter(|_| scene.pick(5000).replica.is_some()).count()
     };
-    // θ is 2: each of the four gets requests until it has 2 + 4 in flight, and one more beyond.
+    // θ is 2: each of the four still gets a request when it has 2 + 4 in flight, but none when it has more.
     assert_eq!(steered(true), 4 * 5);
     assert_eq!(steered(false), 100, "the paper's rule");
 }
@@ -1038,7 +1040,7 @@ fn are_equal(other_ms: u32, noisy: u16, change: f64) -> bool {
 #[test]
 fn the_band_follows_the_error_of_the_estimates() {
     assert!(are_equal(26, 8, 1.0) && !are_equal(30, 8, 1.0));
-    // A change by a twentieth within 500 ms is what an error of 13 % causes: 1.35 · 1.13 = 1.52.
+    // Reports that change by a twentieth within 500 ms show an error of 13 %, so the band is 1.35 · 1.13 = 1.52.
     assert!(are_equal(30, 8, 1.05) && !are_equal(31, 8, 1.05));
     // However large the changes, the band is at most twice as wide.
     assert!(are_equal(53, 8, 100.0) && !are_equal(55, 8, 100.0));
@@ -1047,7 +1049,7 @@ fn the_band_follows_the_error_of_the_estimates() {
 #[test]
 fn one_replica_whose_reports_change_wildly_does_not_widen_the_band() {
     assert!(are_equal(26, 1, 100.0) && !are_equal(28, 1, 100.0));
-    // With two, nothing tells that they are the exception.
+    // Only one replica is left out, so two such replicas do widen the band.
     assert!(are_equal(30, 2, 100.0));
 }
 
@@ -1109,8 +1111,8 @@ fn trials_of_replicas_that_look_slightly_slower_leave_those_of_a_far_slower_one_
     assert!((35..=45).contains(&tried[2]) && (4..=6).contains(&tried[3]), "{tried:?}");
 }
 
-/// Number of requests in flight at a replica of an unknown number of slots that gets every request the pool sends it.
-/// It reports `capacity`; three others report a knee of eight and one free slot.
+/// Number of requests, out of eight, that the pool sends to a replica before the replica answers any of them. It
+/// reports `capacity` and no request in flight; three others report a knee of eight and one free slot.
 fn held(capacity: Capacity) -> u32 {
     let mut scene = Scene::new(plain());
     (0..3).for_each(|n| scene.capable(0, n, 7, capacity.base_us / 1000, 8));
@@ -1220,7 +1222,8 @@ fn with_a_liar(every_us: u64, burst_guard: bool) -> ([usize; 10], usize) {
 #[test]
 fn a_lying_replica_changes_only_its_own_share() {
     // `burst_guard` leaves requests to Envoy's policy where even the best replica has far more in flight than usual. A
-    // liar would be that best replica, but it has too few in flight for that, so no guard against it is needed.
+    // liar would be that best replica. But it has too few requests in flight to trigger `burst_guard`, so the liar
+    // needs no special treatment there.
     for (every_us, burst_guard) in [(4000, true), (1000, true), (500, true), (1000, false)] {
         let (served, by_envoy) = with_a_liar(every_us, burst_guard);
         assert!(

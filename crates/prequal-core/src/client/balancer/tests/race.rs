@@ -390,8 +390,8 @@ impl<'a> Worker<'a> {
         let named = asked.map(|target| target.replica);
         let leaves = self.left && self.is(LEFT, named);
         if leaves {
-            // It is forgotten in a transaction of its own: the table would not show a replica that one transaction both
-            // ejects and forgets.
+            // The replica is forgotten in a transaction of its own: the table would not show a replica that one
+            // transaction both ejects and forgets.
             self.tick();
         }
         let (now, _, since) = self.event();

@@ -144,7 +144,8 @@ fn binary_reports_are_read() {
     for text in [format!("BIN {QUARTER}"), format!(" BIN  {QUARTER} ")] {
         assert_eq!(parse(&text), Ok(quarter.clone()), "{text}");
     }
-    // rps, rps_fractional and a request cost come before it and are skipped; a metric that the backend names follows.
+    // rps, rps_fractional and a request cost come before application_utilization and are skipped. A named metric
+    // follows.
     let mut bytes =
         vec![0x18, 0x96, 0x01, 0x31, 0, 0, 0, 0, 0, 0, 0x24, 0x40, 0x22, 2, 0x0a, 0, 0x0d, 1, 2, 3, 4];
     // A 32-bit float in field 1 is not a double.
