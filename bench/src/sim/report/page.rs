@@ -7,6 +7,9 @@ use super::{Report, Statement, Verdict};
 /// Maximum number of columns of figures in the section's table. With more points than this, the points become rows.
 const MOST_COLUMNS: usize = 10;
 
+/// Maximum number of rows of the section's table. With more points than this, only the file of tables has them.
+const MOST_ROWS: usize = 60;
+
 /// The policies that the section's table shows if there are too many points and too many policies for all.
 const SHOWN: [&str; 6] = ["RR", "LL", "CSWRR", "C3", "Prequal (paper)", "Prequal (ours)"];
 
@@ -57,12 +60,15 @@ pub(super) fn tables(report: &Report) -> String {
 }
 
 /// The medians of one figure, by policy and point. An experiment with one point or one policy shows all figures, and
-/// one without policies its whole table.
+/// one without policies its whole table. There is no table if it would be too long.
 fn summary(report: &Report) -> String {
     if report.header.get(1).is_none_or(|column| column != "policy") {
         return table(&report.header, report.rows.iter().cloned());
     }
     let (points, policies) = (distinct(report, 0), distinct(report, 1));
+    if points.len() > MOST_ROWS {
+        return String::new();
+    }
     if points.len() == 1 || policies.len() == 1 {
         let left_out = usize::from(points.len() > 1);
         let keep = |cells: &[String]| {
@@ -188,6 +194,8 @@ mod tests {
         let many: Vec<String> = (0..11).map(|policy| format!("P{policy}")).collect();
         let many: Vec<&str> = many.iter().map(String::as_str).chain(["LL", "C3"]).collect();
         assert_eq!(first(11, &many), "| p99 ms | LL | C3 |");
+        assert_eq!(first(60, &["RR", "LL"]), "| p99 ms | RR | LL |");
+        assert_eq!(first(61, &["RR", "LL"]), "");
     }
 
     #[test]
