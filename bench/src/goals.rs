@@ -427,7 +427,7 @@ mod tests {
             let runs = vec![
                 with_quantiles(Arm::RoundRobin, 40, 400, 400),
                 with_quantiles(peer, 50, 200, 500),
-                // Prequal's other form is no peer.
+                // The filter is Prequal as well, so it is not a peer of the native module.
                 with_quantiles(Arm::Prequal, 1, 1, 1),
                 with_quantiles(Arm::Native, 40, ours, 440),
             ];

@@ -60,7 +60,7 @@ fn seeds() -> Vec<Vec<u8>> {
     seeds.push(r#"{"role":"inbound","serving_port":8080,"report":"probe_only"}"#.into());
     seeds.push(r#"{"role":"inbound","endpoint":"10.0.0.1:80"}"#.into());
     seeds.push(r#"{"shim":"override_host","role":"outbound","clusters":[],"surprise":1}"#.into());
-    // The shipped settings, followed by the rest of their paragraph of YAML, with which they are refused.
+    // The shipped settings and the rest of their paragraph of YAML. Because of that rest, they are refused.
     let shipped = include_str!("../../envoy-configs/static/envoy.yaml");
     if let Some((_, rest)) = shipped.split_once("\"clusters\"") {
         seeds.push(format!("{{\"clusters\"{}", rest.split("\n\n").next().unwrap_or_default()));

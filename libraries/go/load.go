@@ -161,7 +161,7 @@ func (l *Load) Report(leaving *Request) *Report {
 }
 
 // report returns the current load. If means is set, it includes the means, which only ORCA needs. Probes leave means unset, so
-// they do not update them.
+// that they do not update the means.
 func (l *Load) report(leaving *Request, means bool) *Report {
 	now := l.now()
 	l.mutex.Lock()

@@ -125,7 +125,7 @@ func (t *tracker) overtake(time uint64) {
 	}
 }
 
-// setLongOnesApart no longer counts very long requests among those at the server.
+// setLongOnesApart stops counting very long requests among those at the server.
 func (t *tracker) setLongOnesApart(now uint64) {
 	if !t.levels.known {
 		return

@@ -264,7 +264,7 @@ mod tests {
             bytes,
             [
                 [0x61, 0x12, 16, 0, 0, 0, 0, 0],
-                [0x15, 0x02, 1, 0, 7, 0, 0, 0], // skips the next one, to the end
+                [0x15, 0x02, 1, 0, 7, 0, 0, 0], // if equal, skips the next instruction
                 [0xb7, 0x03, 0, 0, 1, 0, 0, 0],
                 [0xb7, 0x00, 0, 0, 0xff, 0xff, 0xff, 0xff], // r0 = TCX_NEXT
                 [0x95, 0, 0, 0, 0, 0, 0, 0],                // exit

@@ -1,8 +1,8 @@
 //! Tests of the kernel's own PLB. They run as root in the guest of `cargo xtask plb-guest`, which has DCTCP.
 //!
 //! Every path is a queue of 6 Mbit/s that marks packets once they have queued for 8 ms. Eight long flows are placed
-//! on three of the four paths, so that moving them can improve the balance. ECMP does this by chance in four of ten
-//! cases.
+//! on three of the four paths, so that moving them can improve the balance. ECMP places them like this by chance in
+//! four of ten cases.
 
 use std::process::{Command, ExitCode};
 use std::time::Duration;

@@ -244,7 +244,8 @@ mod tests {
         let mut first = level(1, 0, 2);
         first.hosts.extend(hosts(3, Health::Healthy, 0, &[1, 3]));
         let hosts = Hosts::new(&[first, level(11, 1, 0)], 50);
-        // 70 % go to the first priority: a quarter and three quarters of that. The mean is a third.
+        // 70 % go to the first priority: a quarter and three quarters of that. The mean of the three shares is a third,
+        // and a weight of 16 stands for the mean.
         let weights: Vec<u16> = hosts.fleet().into_iter().map(|(_, weight)| weight).collect();
         assert_eq!(weights, [8, 25, 14]);
         let equal = Hosts::new(&[level(1, 5, 0)], 50);

@@ -125,7 +125,7 @@ mod tests {
         loads.iter().map(|load| load.panic).collect()
     }
 
-    /// Envoy's tables do not round as Envoy does, so a share may be one per cent off.
+    /// The tables in Envoy's documentation do not round as Envoy does, so a share may be one per cent off.
     fn assert_near(loads: &[Load], table: &[usize]) {
         let near = |(load, expected): (&Load, &usize)| load.healthy.abs_diff(*expected) <= 1;
         assert!(loads.iter().zip(table).all(near), "{loads:?}, not {table:?}");

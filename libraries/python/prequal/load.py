@@ -69,7 +69,7 @@ class Load:
     def _report(self, leaving: Request | None, means: bool) -> Report:
         """Returns the current load. If `means` is set, it includes the means, which only ORCA needs.
 
-        Probes leave `means` unset, so they do not update them.
+        Probes leave `means` unset, so that they do not update the means.
         """
         now = self._clock()
         with self._lock:

@@ -124,7 +124,7 @@ class Tracker:
             self._overtaken[oldest] = None
 
     def _set_long_ones_apart(self, now: int) -> None:
-        """No longer counts very long requests among those at the server."""
+        """Stops counting very long requests among those at the server."""
         expected_us = self._levels.expected_us()
         while expected_us is not None and self._overtaken:
             oldest = next(iter(self._overtaken))

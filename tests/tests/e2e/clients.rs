@@ -68,8 +68,8 @@ fn the_probe_path_reveals_nothing_to_a_client() -> Result<()> {
         }
     }
     assert_eq!(envoy.stat("http.ingress.rq_direct_response")?, 8);
-    // Local replies from Envoy are not picks. But with one configured cluster, the filter looks up the cluster of each
-    // request only after a first request that does not go to that cluster, and this first one may count.
+    // Local replies from Envoy are not picks. But with one configured cluster, the filter assumes that every request
+    // goes to it, until one turns out to have gone elsewhere. That one may count as a pick.
     let after = envoy.prequal(SERVING)?;
     assert!(after.steered() + after.picks("fallback") <= before.steered() + before.picks("fallback") + 1);
     Ok(())

@@ -74,7 +74,7 @@ fn near(actual: &str, expected: &str) -> bool {
     };
     let (Some((key, actual)), Some((same, expected))) = (pair(actual), pair(expected)) else { return false };
     let within = ROUNDED.iter().find(|(name, _)| *name == key);
-    // Allow half a digit more, because both decimal fractions are rounded.
+    // Allow half as much again, because both decimal fractions are rounded.
     key == same && within.is_some_and(|(_, by)| (actual - expected).abs() <= by * 1.5)
 }
 

@@ -230,7 +230,7 @@ fn a_sidecar_steers_with_the_module_by_envoy_filter() -> Result<()> {
     assert_patched_steers(Proxy::sidecar, |proxy| {
         let mut files = documents("istio/client-sidecar.yaml")?;
         files.retain(|document| document["kind"] != "WasmPlugin");
-        // Listed like this, only the priorities put the filters in the right order.
+        // With the documents in this order, only the priorities put the filters in the right order.
         files.extend(documents("istio/client-sidecar-envoyfilter.yaml")?);
         apply(proxy, &files);
         assert_eq!(proxy.filter_names(), chain(&["prequal-strip"], &["prequal", "prequal-shim"]));

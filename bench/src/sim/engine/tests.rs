@@ -92,7 +92,7 @@ fn agent_agrees(arm: &SimArm) {
     assert!(reports > 1000 && known > 1000, "{reports} reports, {known} with an estimate");
 }
 
-/// Simulated servers do here what the agent does: its layer writes the response headers before the request has left.
+/// Simulated servers report as the agent's layer does, which writes the response headers before the request has left.
 #[test]
 fn a_response_reports_while_its_query_still_counts() {
     let scenario = SimScenario { deadline: None, ..scenario() };

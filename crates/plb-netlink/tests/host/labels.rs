@@ -125,8 +125,8 @@ fn leases() {
         let gone = flowlabel::put(&first, label(0x111)).unwrap_err();
         assert!(matches!(&gone, Error::Gone(why) if why.contains("holds no lease")), "{gone}");
 
-        // With an exclusive lease, other sockets are refused. From now on so are unleased labels, even after the lease
-        // has ended.
+        // With an exclusive lease, other sockets are refused. From now on unleased labels are refused as well, even
+        // after the lease has ended.
         let exclusive = Terms { share: Share::Exclusive, ..terms(0x222) };
         flowlabel::lease(&first, &exclusive)?;
         let refused = flowlabel::lease(&second, &terms(0x222)).unwrap_err();

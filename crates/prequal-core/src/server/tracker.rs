@@ -590,7 +590,7 @@ mod tests {
         for long in [0, 3] {
             let (base_us, knee) = base(long);
             assert!((9_990..12_000).contains(&base_us), "{long}: {base_us}");
-            // The RIF on the wire counts them, so the knee does, too.
+            // The RIF on the wire counts the long requests, so the knee does, too.
             assert!((long + 1..long + 3).contains(&knee), "{long}: {knee}");
         }
     }
@@ -612,8 +612,8 @@ mod tests {
 
     #[test]
     fn a_very_long_request_is_one_that_is_ten_times_as_old_and_that_ten_have_overtaken() {
-        // It takes ten more requests after the first one that overtakes it. Nine are too few, although the long request
-        // is old enough.
+        // After the first request that overtakes the long one, ten more must do so. Nine are too few, although the long
+        // request is old enough.
         let mut tracker = at_ten_ms();
         let long = tracker.start(ms(999));
         serve_from(&mut tracker, 1000, 10);
@@ -683,7 +683,8 @@ mod tests {
         let long = other.start(ms(1000));
         serve_from(&mut other, 1000, 20);
         let _stuck = one.start(ms(1200));
-        // Its latency does not include the time after it was left out, so it seems to have arrived late.
+        // The latency of the long request does not include the time after it was left out. The other worker therefore
+        // takes it for one that arrived later.
         let ended = other.finish(long, ms(2000), Outcome::Success);
         assert!(ended.level == 0 && ended.latency_us < 500_000, "{ended:?}");
         one.record(ended);

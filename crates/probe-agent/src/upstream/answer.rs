@@ -259,7 +259,7 @@ mod tests {
     #[test]
     fn settings_and_goaway_are_read_across_any_split() {
         let settings = frame(SETTINGS, &[0, 4, 0, 1, 0, 0, 0, 3, 0, 0, 0, 7, 0, 8, 0, 0, 0, 1]);
-        // Data that looks like settings, then a change.
+        // Data that looks like settings, then a change of the settings.
         let data = frame(0, &settings);
         let change = frame(SETTINGS, &[0, 3, 0, 0, 1, 0]);
         for piece in 1..60 {

@@ -121,7 +121,7 @@ fn requests_of_a_crashed_vm_are_removed_and_serving_continues() -> Result<()> {
 #[test]
 fn an_update_of_the_listener_keeps_counting() -> Result<()> {
     bed!();
-    // Shorter than the drain of the old generation.
+    // The delay is shorter than the drain of the old generation.
     let backend = Backend::start_on("127.0.0.1:0", |seen| match seen.path.as_str() {
         "/slow" => Reply::ok().delay(MS(1500)),
         _ => Reply::ok(),

@@ -451,7 +451,7 @@ fn a_request_with_a_hint_probes_its_homes_which_every_balancer_agrees_on() {
             let (asked, mut waiting) = balancer.ask(hint(n), &mut rng);
             assert!(asked.len() == 3 && asked[0] != asked[1] && !asked[..2].contains(&asked[2]), "{asked:?}");
             homes.push(asked[..2].to_vec());
-            // The last to answer is the first home.
+            // The first home answers last.
             let mut ended = |target: Target| {
                 let load = Load::at_face_value(0, None);
                 let placement = Placement::even(0);

@@ -448,7 +448,7 @@ fn a_replica_that_reports_a_higher_latency_has_a_longer_limit() {
     scene.flights.gone(unknown);
     let overdue = late(&mut scene.flights, ms(1000 + 8 * 200 + 250)).unwrap();
     scene.flights.gone(slow);
-    // A slow replica is not vouched for: one quick request is not proof.
+    // The replica had reported itself slow, so it is not vouched for: one quick answer does not prove that it is fast.
     scene.tell(3000, 1, overdue.event());
     assert_eq!(scene.tell(4000, 1, good(false)), Change::Returned(Reason::Unresponsive));
     assert_eq!(scene.heard(4001, 1, 0), Some(load(3, 2000)));

@@ -392,7 +392,7 @@ mod tests {
             assert_eq!(view.note(ms(0), met(n)), n < room, "{n}");
         }
         assert_eq!(view.take_lost(), Lost { refused: 0, dropped: 5 });
-        // Meanwhile another worker has taken the room.
+        // Meanwhile another worker has stored the maximum number of candidates.
         let (host, mut other) = (Host::default(), View::default());
         for n in 1000..1000 + MAX_CANDIDATES as u32 {
             other.note(ms(0), heard_of(n));

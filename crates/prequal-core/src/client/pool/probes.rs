@@ -263,7 +263,7 @@ mod tests {
         assert_eq!(idle(&mut clock, 5_000, 10), [16, 8], "a pool's worth per interval, and then none");
         assert_eq!(all(clock.request(Stamp(60_000_000), EACH, 1.0, 8.0)), 8, "what was kept for it");
         assert!(idle(&mut clock, 60_001_000, 1).is_empty());
-        // Many requests that need no probes pay for those of the next pause.
+        // Many requests that need no probes pay for the probes of the next pause.
         (0..1000).for_each(|n| assert_eq!(all(clock.request(Stamp(70_000_000 + n), EACH, 0.0, 0.0)), 0));
         assert_eq!(idle(&mut clock, 70_002_000, 1), [16, 8]);
     }

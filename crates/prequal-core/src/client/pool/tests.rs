@@ -96,8 +96,8 @@ fn a_young_replica_takes_a_share_that_grows_with_its_age() {
         up[0] = Some(up_s);
         Scene::new(PoolSettings { slow_start_ms: 10_000, ..plain() }).share_of_the_first(up)
     });
-    // Requests at the young replica, where a grown one in its place gets 1000: at first 50, so that it can show that it
-    // answers, then 300, 600, 900 and 1000.
+    // Requests at the young replica, out of the 1000 that an older one in its place would get: at first 50, so that it
+    // can show that it answers, then 300, 600, 900 and 1000.
     for (got, wanted) in shares.iter().zip([50, 300, 600, 900, 1000]) {
         assert!(got.abs_diff(wanted) <= wanted * 8 / 100 + 16, "{shares:?}");
     }
@@ -186,7 +186,7 @@ fn clone_from_copies_the_whole_pool() {
 
 #[test]
 fn a_fleet_of_up_to_64_is_kept_whole() {
-    // One report in 20 ms. Of the larger fleet, only those of a second are kept.
+    // One report arrives every 20 ms. Of a fleet of 65, only the reports of the last second are kept.
     for (members, kept) in [(24, 24), (25, 25), (64, 64), (65, 50)] {
         let mut scene = Scene::new(Profile::Default.pool_settings());
         scene.pool.set_members(members, 0, ms(0));
@@ -371,7 +371,7 @@ fn the_adaptive_budget_probes_a_cold_pool_and_rests_on_a_warm_one() {
     let cold: u32 = (0..50).map(|at| all(scene.pick(at).probes)).sum();
     assert!((80..=50 + 32).contains(&cold), "what the requests pay for, and what was saved: {cold}");
     let mut warm = 0;
-    // The names are no longer new.
+    // By now the fleet no longer counts as new.
     for at in 3000..4000 {
         scene.report(at, (at % 16) as u16, 0, Some(1));
         warm += scene.pick(at).probes.addressed;
@@ -783,14 +783,14 @@ fn the_first_known_replicas_do_not_get_all_requests_of_a_fleet_being_learned() {
     // The pool holds two replicas, but these are not the whole fleet.
     scene.pool.set_members(30, 0, ms(5100));
     assert_eq!(steered(&mut scene, 5100), 0);
-    // No further replicas are known, so these two are the fleet.
+    // The fleet has not grown for more than two seconds, so it counts as learned.
     let renewed = |scene: &mut Scene, at| {
         scene.report(at, 1, 8, Some(1));
         scene.report(at, 2, 8, Some(1));
         steered(scene, at)
     };
     assert_eq!(renewed(&mut scene, 8000), 10, "a burst, up to θ and four more each");
-    // One more replica is not a fleet to learn.
+    // One more replica does not double the fleet, so it still counts as learned.
     scene.pool.set_members(31, 0, ms(8100));
     assert_eq!(renewed(&mut scene, 8100), 10);
 }
@@ -939,7 +939,7 @@ fn a_home_of_the_hint_is_chosen_unless_it_costs_twice_as_much() {
         (pick.replica, next)
     };
     assert_eq!(among(4, 4, 4), (Some(replica(2)), Some(replica(1))));
-    // 7² is less than twice 5², and 8² is more.
+    // A home may cost twice as much as the best replica: 7² is less than twice 5², and 8² is more.
     assert_eq!(among(6, 7, 4), (Some(replica(2)), Some(replica(0))));
     assert_eq!(among(7, 6, 4).0, Some(replica(1)), "the second home");
     assert_eq!(among(7, 7, 4).0, Some(replica(0)));
@@ -1049,7 +1049,7 @@ fn the_band_follows_the_error_of_the_estimates() {
 #[test]
 fn one_replica_whose_reports_change_wildly_does_not_widen_the_band() {
     assert!(are_equal(26, 1, 100.0) && !are_equal(28, 1, 100.0));
-    // Only one replica is left out, so two such replicas do widen the band.
+    // The estimate of the error leaves out only one replica, so two such replicas do widen the band.
     assert!(are_equal(30, 2, 100.0));
 }
 
@@ -1081,7 +1081,7 @@ fn a_replica_that_looks_far_slower_gets_a_request_in_4000_and_more_as_soon_as_it
     while !round(&mut scene, slow_ms) {}
     assert!(!round(&mut scene, slow_ms * 9 / 10), "too little to tell");
     slow_ms = slow_ms * 7 / 10;
-    // Below twice as slow there are also paid trials.
+    // A replica that is less than twice as slow also gets paid trials, so the loop ends before that.
     while slow_ms > 45 {
         assert!(round(&mut scene, slow_ms), "{slow_ms} ms");
         assert!(!round(&mut scene, slow_ms), "once for each step");
@@ -1129,7 +1129,7 @@ fn a_newcomers_limit_doubles_up_to_that_of_the_others() {
     let of = |knee, open| held(Capacity { base_us: 20_000, knee, open });
     assert_eq!([of(1, false), of(1, true)], [1, 2]);
     assert_eq!([of(2, false), of(2, true)], [2, 4]);
-    // Not more than the others, but no less than it has shown.
+    // Twice 6 would exceed the knee of the others, so the limit is that knee, 8.
     assert_eq!(of(6, true), of(8, false));
 }
 
