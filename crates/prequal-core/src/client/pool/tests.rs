@@ -1017,18 +1017,19 @@ fn among_equal_replicas_the_fresher_report_wins_only_if_the_other_is_older_than_
     assert!(chosen(1, 30) && !chosen(1, 70));
 }
 
-/// Whether replicas that report 20 ms and `other_ms` count as equal, while eight others report every 500 ms. `noisy` of
-/// those alternate between 40 ms and `change` times as much.
-fn are_equal(other_ms: u32, noisy: u16, change: f64) -> bool {
+/// Whether replicas that report 20 ms and `other_ms` count as equal, while eight others report every 500 ms for 800
+/// rounds. Of these, replica `n` reports `change(round, n)` times 40 ms in every other round, and 40 ms in between.
+fn are_equal(other_ms: u32, change: impl Fn(u64, u16) -> f64) -> bool {
+    const ROUNDS: u64 = 800;
     let mut scene = Scene::new(plain());
-    for round in 0..400 {
+    for round in 0..ROUNDS {
         for n in 2..10 {
-            let factor = if n < 2 + noisy && (round + u64::from(n)) % 2 == 0 { change } else { 1.0 };
+            let factor = if (round + u64::from(n)) % 2 == 0 { change(round, n) } else { 1.0 };
             let base_us = (40_000.0 * factor) as u32;
             scene.reports(round * 500, n, 9, Capacity { base_us, knee: 1, open: false });
         }
     }
-    let now = 400 * 500;
+    let now = ROUNDS * 500;
     let mut chosen = std::collections::BTreeSet::new();
     for at in now..now + 4 {
         (0..2).for_each(|n| scene.capable(at, n, 0, if n == 0 { 20 } else { other_ms }, 8));
@@ -1039,18 +1040,27 @@ fn are_equal(other_ms: u32, noisy: u16, change: f64) -> bool {
 
 #[test]
 fn the_band_follows_the_error_of_the_estimates() {
-    assert!(are_equal(26, 8, 1.0) && !are_equal(30, 8, 1.0));
+    let all = |change| move |_, _| change;
+    assert!(are_equal(26, all(1.0)) && !are_equal(30, all(1.0)));
     // Reports that change by a twentieth within 500 ms show an error of 13 %, so the band is 1.35 · 1.13 = 1.52.
-    assert!(are_equal(30, 8, 1.05) && !are_equal(31, 8, 1.05));
+    assert!(are_equal(30, all(1.05)) && !are_equal(31, all(1.05)));
     // However large the changes, the band is at most twice as wide.
-    assert!(are_equal(53, 8, 100.0) && !are_equal(55, 8, 100.0));
+    assert!(are_equal(53, all(100.0)) && !are_equal(55, all(100.0)));
 }
 
 #[test]
 fn one_replica_whose_reports_change_wildly_does_not_widen_the_band() {
-    assert!(are_equal(26, 1, 100.0) && !are_equal(28, 1, 100.0));
+    let noisy = |count: u16| move |_, n| if n < 2 + count { 100.0 } else { 1.0 };
+    assert!(are_equal(26, noisy(1)) && !are_equal(28, noisy(1)));
     // The estimate of the error leaves out only one replica, so two such replicas do widen the band.
-    assert!(are_equal(30, 2, 100.0));
+    assert!(are_equal(30, noisy(2)));
+    // Once the wildest replica has become steady, another one that changes less is left out instead.
+    let one_after_the_other = |round, n| match n {
+        2 if round < 400 => 100.0,
+        3 if round >= 400 => 1.3,
+        _ => 1.0,
+    };
+    assert!(!are_equal(28, one_after_the_other));
 }
 
 #[test]
