@@ -230,15 +230,14 @@ pub(super) fn fleets(length: RunLength) -> Experiment {
             queries wait in order, without limit. `exp` is exponential; `mix` is nine in ten queries of 5 to 15 \
             ms and one in ten of 100 to 300; `no queues` serves everything at once. There is one client unless \
             the label says otherwise. `learning` is ours as the filter runs it: no server is known at first, \
-            and clients learn them from discovery probes. `CSWRR` \
-            is Envoy's client_side_weighted_round_robin on the agents' load reports, `fast` with its shortest \
-            periods. `24` has every number of slots with every speed, at 1400/s. `12 × 2 cores` is processor \
-            sharing with a median of 20 ms, 8 clients and 400/s; `1 core` is the same with one core each. `with \
-            caches` has 3000 keys, of which each server remembers 300; a miss costs 10 times a hit. `to its \
-            share` is the number of seconds until a server gets half of its fair share: from the end of the 25 s \
-            in which it was slow, or from its \
-            start if it joins the others (`then 11`). `others`: another client sends as many queries again, by \
-            round robin. `TO` is beyond 30 s.",
+            and clients learn them from discovery probes. `CSWRR` is Envoy's client_side_weighted_round_robin \
+            on the agents' load reports, `fast` with its shortest periods. `24` has every number of slots with \
+            every speed, at 1400/s. `12 × 2 cores` is processor sharing with a median of 20 ms, 8 clients and \
+            400/s; `1 core` is the same with one core each. `with caches` has 3000 keys, of which each server \
+            remembers 300; a miss costs 10 times a hit. `to its share` is the number of seconds until a server \
+            gets half of its fair share: from the end of the 25 s in which it was slow, or from its start if it \
+            joins the others (`then 11`). `others`: another client sends as many queries again, by round robin. \
+            `TO` is beyond 30 s.",
         x_label: "",
         points,
         metrics: standard_and(&[
