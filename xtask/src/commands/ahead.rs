@@ -1,4 +1,4 @@
-//! `cargo xtask ahead`, which `cargo xtask test` starts in CI. It builds what later steps need, and runs checks that do
+//! `cargo xtask ahead`, which `cargo xtask test` starts in CI. It builds what later steps need, and does jobs that do
 //! not depend on time. It uses the CPU time that is idle while linkers and tests wait.
 //!
 //! Errors are ignored here. The step that needs the failed part builds or checks it again and reports the error.
@@ -13,48 +13,59 @@ use std::time::Duration;
 
 use anyhow::Result;
 
-use crate::commands::{dist, fuzz, native, sim};
+use crate::commands::{compose, dist, fuzz, native, sim};
 use crate::toolchain::Choice;
 use crate::{policy, run, workspace};
 
-/// A check whose result does not depend on time, so that it can run at the lowest priority.
+/// Work whose result does not depend on time, so that it can be done at the lowest priority.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Check {
+pub(crate) enum Job {
     /// The step `native`
     Native,
     /// The step `sim`
     Sim,
+    /// The base images of the step `compose`
+    Images,
 }
 
-const CHECKS: [Check; 2] = [Check::Native, Check::Sim];
+const JOBS: [Job; 3] = [Job::Native, Job::Sim, Job::Images];
 
-/// Builds what the later steps of `cargo xtask test` need, in the order of these steps, and runs the checks.
+/// Builds what the later steps of `cargo xtask test` need, in the order of these steps, and does the jobs.
 pub(crate) fn run() -> Result<()> {
     thread::spawn(hurry_while_waited_for);
     run::test_programs()?;
     run::built_program("prequal-bench")?;
     dist::rehearsal::build(Choice::Auto)?;
-    for check in CHECKS {
-        check.run()?;
-    }
+    Job::Native.run()?;
+    Job::Sim.run()?;
     fuzz::build()?;
-    policy::cargo_deny().map(drop)
+    policy::cargo_deny()?;
+    Job::Images.run()
 }
 
-impl Check {
-    /// The file that says how the check has ended; empty until then.
+impl Job {
+    pub(crate) fn title(self) -> &'static str {
+        match self {
+            Self::Native => "tests of the native module",
+            Self::Sim => "simulator",
+            Self::Images => "base images",
+        }
+    }
+
+    /// The file that says how the job has ended; empty until then.
     fn file(self, folder: &Path) -> PathBuf {
         folder.join(format!("ahead-{self:?}.txt").to_lowercase())
     }
 
-    /// Runs the check and writes how it has ended. A check passes only if it skipped nothing.
+    /// Does the job and writes how it has ended. It is done only if it skipped nothing.
     fn run(self) -> Result<()> {
         let skipped = match self {
             Self::Native => native::check(),
             Self::Sim => sim::quick().map(|()| vec![]),
+            Self::Images => compose::base_images().map(|()| vec![]),
         };
         let end = match skipped {
-            Ok(skipped) if skipped.is_empty() => PASSED.to_owned(),
+            Ok(skipped) if skipped.is_empty() => DONE.to_owned(),
             Ok(skipped) => format!("skipped: {}", skipped.join(", ")),
             Err(error) => format!("failed: {error:#}"),
         };
@@ -62,7 +73,7 @@ impl Check {
     }
 }
 
-const PASSED: &str = "passed";
+const DONE: &str = "done";
 
 /// How often the priority is adjusted.
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -131,7 +142,7 @@ fn group(pid: u32) -> Option<u32> {
 /// A run of this command in parallel with this process. Dropping the value ends the run.
 pub(crate) struct Ahead {
     command: Child,
-    /// Where the checks' files are.
+    /// Where the jobs' files are.
     folder: PathBuf,
 }
 
@@ -140,9 +151,9 @@ impl Ahead {
     /// another process waits for one of its locks or results. `None` if that is impossible.
     pub(crate) fn start() -> Option<Self> {
         let folder = workspace::target();
-        for check in CHECKS {
+        for job in JOBS {
             // Empties the file of an earlier run.
-            File::create(check.file(&folder)).ok()?;
+            File::create(job.file(&folder)).ok()?;
         }
         let log = File::create(folder.join("ahead.log")).ok()?;
         let command = Command::new("chrt")
@@ -158,10 +169,10 @@ impl Ahead {
         Some(Self { command, folder })
     }
 
-    /// Waits until `check` or the command has ended, and returns whether the check passed. Meanwhile the command has
+    /// Waits until `job` or the command has ended, and returns whether the job is done. Meanwhile the command has
     /// the usual priority.
-    pub(crate) fn passed(&mut self, check: Check) -> bool {
-        let file = check.file(&self.folder);
+    pub(crate) fn done(&mut self, job: Job) -> bool {
+        let file = job.file(&self.folder);
         let end = || fs::read_to_string(&file).unwrap_or_default();
         while end().is_empty() && matches!(self.command.try_wait(), Ok(None)) {
             // Repeated, because a program that has just started may have inherited the idle policy.
@@ -169,7 +180,7 @@ impl Ahead {
             thread::sleep(INTERVAL);
         }
         schedule(self.command.id(), Policy::Idle);
-        end() == PASSED
+        end() == DONE
     }
 }
 
@@ -199,15 +210,15 @@ mod tests {
     }
 
     #[test]
-    fn a_check_counts_only_if_its_file_says_that_it_passed() {
+    fn a_job_counts_only_if_its_file_says_that_it_is_done() {
         let dir = tempfile::tempdir().expect("a folder");
-        for (end, expected) in [(PASSED, true), ("failed: no linker", false), ("", false)] {
-            let file = Check::Sim.file(dir.path());
+        for (end, expected) in [(DONE, true), ("failed: no linker", false), ("", false)] {
+            let file = Job::Sim.file(dir.path());
             fs::write(&file, "").expect("written");
             let script = format!("sleep 0.1; printf '{end}' > '{}'", file.display());
             let command = Command::new("sh").args(["-c", &script]).process_group(0).spawn().expect("a shell");
             let mut ahead = Ahead { command, folder: dir.path().to_owned() };
-            assert_eq!(ahead.passed(Check::Sim), expected, "{end}");
+            assert_eq!(ahead.done(Job::Sim), expected, "{end}");
         }
     }
 }

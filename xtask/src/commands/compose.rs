@@ -89,6 +89,11 @@ pub(crate) fn missing() -> Option<String> {
     Project::usual().err().map(|error| format!("{error:#}"))
 }
 
+/// Pulls or makes the base images, the slow part of building the demo's images.
+pub(crate) fn base_images() -> Result<()> {
+    images::bases()
+}
+
 /// The check as `cargo xtask test` runs it; returns the goals that it could not judge because this machine was too
 /// busy.
 pub(crate) fn check(toolchain: crate::toolchain::Choice) -> Result<Vec<String>> {

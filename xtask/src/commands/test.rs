@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use crate::commands::ahead::{Ahead, Check};
+use crate::commands::ahead::{Ahead, Job};
 use crate::commands::build::{self, WasmArgs};
 use crate::commands::{chaos, compose, crates, debian, dist, envoy, fuzz, helm, native, plb_guest, sim};
 use crate::toolchain::{NATIVE_TARGET, Toolchain};
@@ -309,23 +309,26 @@ impl Session<'_> {
             self.skipped.push("native module: not requested (--only native, cargo xtask native)".to_owned());
             return Ok(());
         }
-        if !self.passed_ahead(Check::Native) {
+        if !self.done_ahead(Job::Native) {
             self.skipped.extend(native::check()?);
         }
         Ok(())
     }
 
     fn simulator(&mut self) -> Result<()> {
-        if self.passed_ahead(Check::Sim) { Ok(()) } else { sim::quick() }
+        if self.done_ahead(Job::Sim) { Ok(()) } else { sim::quick() }
     }
 
-    /// Whether `check` has passed in parallel with earlier steps.
-    fn passed_ahead(&mut self, check: Check) -> bool {
-        let passed = self.ahead.as_mut().is_some_and(|ahead| ahead.passed(check));
-        if passed {
-            progress::say("passed in parallel with earlier steps: target/ahead.log");
+    /// Whether `job` was done in parallel with earlier steps.
+    fn done_ahead(&mut self, job: Job) -> bool {
+        let done = self.ahead.as_mut().is_some_and(|ahead| ahead.done(job));
+        if done {
+            progress::say(format_args!(
+                "{} done in parallel with earlier steps: target/ahead.log",
+                job.title()
+            ));
         }
-        passed
+        done
     }
 
     fn plb_guest(&mut self) -> Result<()> {
@@ -348,7 +351,10 @@ impl Session<'_> {
         match compose::missing() {
             Some(why) if self.ci => self.impossible.push(format!("docker-compose demo: {why}")),
             Some(why) => self.skipped.push(format!("docker-compose demo: {why}")),
-            None => self.impossible.extend(compose::check(self.args.wasm.toolchain)?),
+            None => {
+                self.done_ahead(Job::Images);
+                self.impossible.extend(compose::check(self.args.wasm.toolchain)?);
+            }
         }
         Ok(())
     }

@@ -12,8 +12,7 @@ use crate::{progress, run, workspace};
 /// Provides the base images, then builds the demo's own images.
 pub(super) fn prepare(project: &Project) -> Result<()> {
     progress::headline("images");
-    base(DEBIAN, debian)?;
-    base(&envoy_image(), envoy_base)?;
+    bases()?;
     for service in ["page", "agent-1", "envoy-prequal"] {
         progress::silently(&format!("image of `{service}`"), || {
             run::output(project.compose().args(["build", service]))
@@ -23,6 +22,12 @@ pub(super) fn prepare(project: &Project) -> Result<()> {
     // Remove the images that the new ones replaced.
     run::output(run::tool("docker").args(["image", "prune", "--force", "--filter", "label=prequal.demo"]))?;
     Ok(())
+}
+
+/// Provides the images that the demo's own images are built on.
+pub(super) fn bases() -> Result<()> {
+    base(DEBIAN, debian)?;
+    base(&envoy_image(), envoy_base)
 }
 
 /// Image that drops and delays packets; not a service in the compose file.
