@@ -276,7 +276,7 @@ mod tests {
     use crate::scenario::Scenario;
     use crate::stats::{Sample, Summary};
 
-    /// A pass in which the arm answers `good` of 1000 requests in time, `per_second` of them a second.
+    /// A pass in which the arm answers `good` of 1000 requests in time. It gives `per_second` answers a second.
     fn run(arm: Arm, good: usize, per_second: f64) -> Measured {
         let sample = |number: usize| Sample {
             latency: (number < good).then_some(Duration::from_millis(50)),
@@ -371,7 +371,8 @@ mod tests {
             runs.extend(ours.map(|(p50, p99, p999)| of(Arm::Prequal, p50, p99, p999)));
             judged(Goal::NeverWorse, runs).into_iter().collect::<Vec<_>>()
         };
-        // One pass of three is bad, but the median counts. A p50 of 11 ms exceeds 1.05 times 10 ms, but only by 1 ms.
+        // One pass of three is bad, but the median counts. A p50 of 11 ms exceeds 1.05 times the best p50, 10 ms. It is
+        // allowed, because it is only 1 ms more than 10 ms.
         let lines = with([(11, 210, 550), (11, 210, 550), (90, 990, 990)]);
         assert!(lines.iter().all(|(reached, _)| *reached), "{lines:?}");
         let lines = with([(12, 211, 551), (12, 211, 551), (1, 1, 1)]);

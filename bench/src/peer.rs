@@ -230,7 +230,7 @@ mod tests {
             workers: 2,
             folder: folder.path(),
         };
-        // The program may be missing here; its configuration is written first.
+        // The program may be missing here. Its configuration is written before the search for the program.
         let _ = command(&setup);
         fs::read_to_string(folder.path().join(file)).unwrap()
     }

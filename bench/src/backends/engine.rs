@@ -279,7 +279,7 @@ mod tests {
         let mut first = submit(&mut engine, "a", 10, 9);
         assert_eq!(iterate(&mut engine), 1100, "a short prefill hides behind the step");
         let _second = submit(&mut engine, "b", 500, 9);
-        assert_eq!(iterate(&mut engine), 5000, "a long one takes its time");
+        assert_eq!(iterate(&mut engine), 5000, "a long prefill takes longer than the step");
         assert_eq!(iterate(&mut engine), 1200);
         for _ in 3..9 {
             iterate(&mut engine);
@@ -314,7 +314,7 @@ mod tests {
     fn batch_and_prefill_of_an_iteration_are_limited() {
         let mut engine = Engine::new(SPEC);
         let _all: Vec<_> = (0..4).map(|number| submit(&mut engine, &number.to_string(), 400, 5)).collect();
-        assert_eq!(iterate(&mut engine), 8000, "two of 400 tokens, at 10 µs each");
+        assert_eq!(iterate(&mut engine), 8000, "two prefills of 400 tokens, at 10 µs a token");
         assert_eq!(iterate(&mut engine), 4000, "one more");
         assert_eq!(iterate(&mut engine), 1300, "the batch is full");
     }
@@ -345,7 +345,7 @@ mod tests {
 
     #[test]
     fn a_request_takes_up_its_prefill_and_its_part_of_every_step() {
-        // 2000 / 500 sequences fit, but the batch has at most 3.
+        // Four sequences of 500 tokens fit into 2000 tokens, but the batch has at most 3.
         let share = SPEC.share(Tokens { context: 490, generated: 10 });
         assert_eq!(share.as_micros(), 4900 + 10 * (1000 / 3 + 100) + 3);
         assert_eq!(SPEC.faster(2.0).share(Tokens { context: 490, generated: 0 }).as_micros(), 2450);

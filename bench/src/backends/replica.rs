@@ -540,7 +540,7 @@ mod tests {
         let replica = TestReplica::start(ReplicaSpec::sleeping(0)).await;
         assert_eq!(replica.statuses(1).await, [200]);
         replica.change(Change::Refusing(true)).await;
-        // The pooled connection is broken off, and new ones are refused.
+        // The pooled connection is closed, and new ones are refused.
         for _ in 0..3 {
             assert!(replica.get("a").await.is_err());
         }
@@ -592,7 +592,7 @@ mod tests {
         assert_eq!(done(2, 15, 30), ms(60), "waits for the second, free at 30");
         assert_eq!(done(2, 20, 10), ms(70), "and again");
         assert_eq!(done(2, 200, 5), ms(205), "nothing waits any more");
-        assert_eq!(done(1, 201, 5), ms(210), "one slot less: waits for what is served");
+        assert_eq!(done(1, 201, 5), ms(210), "one slot fewer: waits for the request in service");
     }
 
     #[tokio::test]
@@ -601,7 +601,7 @@ mod tests {
         let replica = TestReplica::start(ReplicaSpec::new(Service::Queue { slots: 4, times })).await;
         let begin = Instant::now();
         assert_eq!(replica.at_once(40).await, [200; 40]);
-        // Ten rounds; lateness of the machine in the first ones does not delay the later ones.
+        // Ten rounds of 10.5 ms. If the machine is late in the first rounds, that does not delay the later ones.
         let took = begin.elapsed();
         assert!(took >= Duration::from_millis(105), "{took:?}");
     }

@@ -267,7 +267,7 @@ mod tests {
         let reached =
             |lines: Vec<(bool, String)>| lines.iter().map(|(reached, _)| *reached).collect::<Vec<_>>();
         // The last verdict is on the simulator: its p99 must be within a factor of 1.5 of the measured one. A measured
-        // failure counts as the deadline, and 4000 ms are close enough to that.
+        // failure counts as the deadline, and 4000 ms is close enough to that.
         assert_eq!(reached(with(2500.0, 0.0)), [true, true, true]);
         assert_eq!(reached(with(2600.0, 0.001)), [false, false, true]);
     }

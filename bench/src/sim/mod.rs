@@ -293,7 +293,7 @@ fn write_evaluation(out: &Path) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// One experiment of each kind, shortened to half a second: checks the files that are written.
+    /// Runs one experiment, shortened to half a second, and checks the files that are written.
     #[test]
     fn an_experiment_leaves_csv_plot_and_verdict() {
         let mut plan = plans::plan("ingress", RunLength { quick: true }).unwrap();

@@ -141,7 +141,7 @@ mod tests {
             key: None,
             tokens: Some(Tokens { context, generated: 0 }),
         };
-        // 3 s of work for two replicas, most of it in the second of five parts of 2 s.
+        // 3 s of work for two replicas. There are five parts of 2 s, and most of the work is in part 2.
         let (mean, busiest) =
             load(&[due(1, 500), due(2, 1000), due(3, 1500)], engine, 2, SECOND * 10, SECOND * 2);
         assert!((mean - 0.15).abs() < 1e-9 && (busiest - 0.625).abs() < 1e-9, "{mean} {busiest}");

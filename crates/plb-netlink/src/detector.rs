@@ -313,7 +313,7 @@ mod tests {
     fn algorithms_one_and_two() {
         let cases: &[Case] = &[
             ("no packet marked", config(0.5, 1, 1), &[Round(0), Send(0), Send(9)], &[]),
-            ("K is reached by exactly K", config(0.5, 0, 1), &[Round(5), Send(9)], &[(1, Cause::Forced)]),
+            ("a share of exactly K counts", config(0.5, 0, 1), &[Round(5), Send(9)], &[(1, Cause::Forced)]),
             ("just below K", config(0.5, 0, 1), &[Round(4), Send(9)], &[]),
             ("K = 1 needs every packet", config(1.0, 0, 1), &[Round(9), Send(9)], &[]),
             ("K = 1, all marked", config(1.0, 0, 1), &[Round(10), Send(9)], &[(1, Cause::Forced)]),

@@ -585,7 +585,7 @@ Label S Owner  Users  Linger Expires  Dst                              Opt
     #[test]
     fn a_truncated_line_is_an_error() {
         let line = LISTING.lines().nth(1).unwrap();
-        // Only a cut in the last column goes unnoticed, because that column is one digit.
+        // A cut inside the last number would go unnoticed, but that number has only one digit.
         for length in 1..line.len() {
             assert!(parse_line(&line[..length]).is_err(), "{length}");
         }

@@ -111,7 +111,7 @@ mod tests {
 
     #[test]
     fn fields_are_where_the_kernel_has_them() {
-        // Compared with libc's own struct, compiled from the same uapi header from which the offsets were taken.
+        // Checks the offsets against the `tcp_info` of the libc crate, a copy of the kernel's uapi struct.
         use std::mem::offset_of;
         type Kernel = libc::tcp_info;
         for (ours, theirs) in [

@@ -215,7 +215,7 @@ mod tests {
         std::net::SocketAddr::from(([10, 0, 0, 1], n)).into()
     }
 
-    /// Hosts at ports from `first`, with this health and weights in turn.
+    /// One host for each weight, at successive ports from `first`, all with this health and locality.
     fn hosts(first: u16, health: Health, locality: usize, weights: &[u32]) -> Vec<Host> {
         let host = |(offset, weight): (usize, &u32)| {
             let endpoint = Some(endpoint(first + offset as u16));
@@ -244,8 +244,8 @@ mod tests {
         let mut first = level(1, 0, 2);
         first.hosts.extend(hosts(3, Health::Healthy, 0, &[1, 3]));
         let hosts = Hosts::new(&[first, level(11, 1, 0)], 50);
-        // 70 % go to the first priority: a quarter and three quarters of that. The mean of the three shares is a third,
-        // and a weight of 16 stands for the mean.
+        // 70 % of the requests go to the first priority: a quarter of them to one healthy host, and three quarters to
+        // the other. The mean of the three hosts' shares is a third, and a weight of 16 stands for the mean.
         let weights: Vec<u16> = hosts.fleet().into_iter().map(|(_, weight)| weight).collect();
         assert_eq!(weights, [8, 25, 14]);
         let equal = Hosts::new(&[level(1, 5, 0)], 50);

@@ -174,7 +174,8 @@ mod tests {
         assert_eq!(shares(&loads(&of_100([(0, 100), (100, 0)]), 50)), [(0, 0), (100, 0)]);
         assert_eq!(shares(&loads(&of_100([(50, 50), (10, 90)]), 50)), [(70, 16), (14, 0)]);
         assert_eq!(shares(&loads(&of_100([(0, 50), (0, 50)]), 50)), [(0, 70), (0, 30)]);
-        // The example in Envoy's code: 14, 28, 14 % healthy, 28, 14, 0 % degraded.
+        // The example in Envoy's code. With the factor of 1.4, the healthy hosts can take 14, 28 and 14 %, and the
+        // degraded ones 28, 14 and 0 %.
         let three = loads(&of_100([(10, 20), (20, 10), (10, 0)]), 0);
         assert_eq!(shares(&three), [(16, 28), (28, 14), (14, 0)]);
     }

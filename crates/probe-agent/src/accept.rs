@@ -119,11 +119,11 @@ mod tests {
         let mut accepted = 0;
         accept(listener, door, async {}, |_, _| {
             accepted += 1;
-            assert!(accepted <= BACKLOG, "it still accepts");
+            assert!(accepted <= BACKLOG, "more connections are accepted than the backlog holds");
             drop(TcpStream::connect(addr).unwrap());
         })
         .await;
-        assert_eq!(accepted, BACKLOG, "what the system had taken is served");
+        assert_eq!(accepted, BACKLOG, "connections that the system had accepted are served");
         drop(first);
     }
 }

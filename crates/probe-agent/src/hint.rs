@@ -112,7 +112,7 @@ mod tests {
         let counters = Counters::default();
         assert_eq!(of(&headers(&[b"0123456789abcdef"]), &counters).unwrap(), "0123456789abcdef");
         assert!(of(&headers(&[]), &counters).is_none());
-        assert_eq!(counters.hints(HintSeen::Ignored), 0, "absent is not bad");
+        assert_eq!(counters.hints(HintSeen::Ignored), 0, "an absent hint is not a bad one");
         let huge = [b'h'; 65_536];
         for bad in [&b""[..], b"a b", b"\xff\xfe", &huge[..65], &huge] {
             assert!(of(&headers(&[bad]), &counters).is_none());

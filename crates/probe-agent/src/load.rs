@@ -691,11 +691,11 @@ mod tests {
         assert_eq!(report(&load), "0;;127.0.0.1:80;up=5", "it was up already");
         load.mark_ready(false);
         load.mark_up();
-        assert_eq!(report(&load), "0;;127.0.0.1:80;fail=1000;up=5", "a connection does not refute a check");
+        assert_eq!(report(&load), "0;;127.0.0.1:80;fail=1000;up=5", "a failed check outweighs a connection");
         load.mark_ready(true);
         assert_eq!(report(&load), "0;;127.0.0.1:80;up=5");
         seconds.store(0, Ordering::Relaxed);
-        assert_eq!(report(&load), "0;;127.0.0.1:80;up=0", "a clock that steps back makes it young, not old");
+        assert_eq!(report(&load), "0;;127.0.0.1:80;up=0", "if the clock steps back, the replica is young");
     }
 
     #[test]
@@ -719,7 +719,7 @@ mod tests {
         }
         let slow = load.start();
         seconds.fetch_add(10, Ordering::Relaxed);
-        assert_eq!(report(None), Some(10_000_000), "a probe sees that it is stuck");
+        assert_eq!(report(None), Some(10_000_000), "a probe sees that a request is stuck");
         assert_eq!(report(slow.visit()), Some(1_000_000), "its own response does not");
         let _other = load.start();
         seconds.fetch_add(4, Ordering::Relaxed);

@@ -66,7 +66,7 @@ fn agent_agrees(arm: &SimArm) {
     let endpoint = super::super::server::endpoint(0);
     let (mut reports, mut known) = (0, 0);
     for server in &world.servers {
-        // Started long before the first query, as the simulated servers are.
+        // The agent starts long before the first query, as the simulated servers do.
         let clock = Arc::new(AtomicU64::new(0));
         let shown = Arc::clone(&clock);
         let load =
@@ -110,8 +110,8 @@ fn a_response_reports_while_its_query_still_counts() {
     assert!(left > 1000, "{left}");
 }
 
-/// Mean time that queries wait for one of `slots` slots of 40 ms, milliseconds. A random choice splits Poisson arrivals
-/// into independent Poisson arrivals, so ten servers count as ten trials.
+/// Returns the mean time, in milliseconds, that queries wait for one of `slots` slots. The mean service time is 40 ms.
+/// A random choice splits Poisson arrivals into independent Poisson arrivals, so ten servers count as ten trials.
 fn mean_wait(slots: usize, load: f64, sizes: Sizes) -> f64 {
     let mut scenario = SimScenario::testbed(10, 1.0, Spare::None);
     scenario.servers = vec![ServerSpec::slots(slots, 40.0); 10];
@@ -120,7 +120,7 @@ fn mean_wait(slots: usize, load: f64, sizes: Sizes) -> f64 {
     (scenario.warm_up, scenario.measured) = (10.0, 400.0);
     let samples = run(&scenario, &SimArm::Random, 1).samples;
     let mean = samples.iter().map(|sample| f64::from(sample.latency_us)).sum::<f64>() / samples.len() as f64;
-    // The two ways through the network take 0.6 ms on average.
+    // The way through the network to the server and back takes 0.6 ms on average.
     mean / 1e3 - 40.0 - 0.6
 }
 
@@ -143,7 +143,8 @@ fn queries_wait_for_a_slot_as_long_as_queueing_theory_says() {
     assert!((got / known - 1.0).abs() < 0.04, "M/D/1: {got} ms, not {known}");
 }
 
-/// Half of the servers are half as fast. From the end of the blackout, weights follow knee over latency.
+/// Half of the servers are half as fast as the others. From the end of the blackout on, a server's weight is
+/// proportional to its knee divided by its latency.
 #[test]
 fn cswrr_weights_servers_by_their_capacity() {
     let mut scenario = SimScenario::testbed(8, 1.0, Spare::None);

@@ -367,7 +367,7 @@ mod tests {
             assert_eq!(verdicts.len(), 1);
             (verdicts[0].reached, verdicts[0].got.clone())
         };
-        // The floor does not count as another rule, and 1 ms of the median is negligible.
+        // The floor does not count as another rule, and a difference of 1 ms in the median is negligible.
         assert!(judged([14.0, 115.0, 209.0], [1.0; 3]).0);
         let (reached, got) = judged([14.1, 100.0, 100.0], [1.0; 3]);
         assert!(!reached && got.contains("p50 14.1 ms, RR 13.0 ms"), "{got}");

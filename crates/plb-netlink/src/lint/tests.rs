@@ -115,7 +115,7 @@ fn a_counter_that_rises_without_effect_is_named() {
 
 #[test]
 fn irrelevant_settings_are_not_reported() {
-    // A host that does not forward needs no particular hash; loopback listeners do not use a fabric.
+    // A host that does not forward needs no particular hash. Loopback traffic does not cross the fabric.
     let host = Host {
         forwards: false,
         hash: Some(Hash { policy: 1, fields: 7 }),

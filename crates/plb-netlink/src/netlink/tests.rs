@@ -60,7 +60,7 @@ fn request() -> NetlinkMessage<SockDiagMessage> {
 #[test]
 fn temporary_failures_are_retried_and_others_are_not() {
     let good = || Ok(done(0));
-    /// Name, events of each attempt, remaining errno, attempts.
+    /// Name, events of each attempt, errno of the returned error, number of attempts.
     type Case = (&'static str, Vec<Vec<Read>>, Option<i32>, usize);
     let cases: [Case; 9] = [
         ("a signal", vec![vec![Err(libc::EINTR), good()]], None, 1),
@@ -70,7 +70,7 @@ fn temporary_failures_are_retried_and_others_are_not() {
         ("changed meanwhile", vec![vec![Ok(done(NLM_F_DUMP_INTR))], vec![good()]], None, 2),
         ("part lost", vec![vec![Ok(message(4, 0, &[]))], vec![good()]], None, 2),
         ("ended early", vec![vec![Ok(message(3, 0, &(-libc::EINTR).to_ne_bytes()))], vec![good()]], None, 2),
-        ("for good", vec![vec![Ok(refused(libc::ENOENT))]], Some(libc::ENOENT), 1),
+        ("permanent", vec![vec![Ok(refused(libc::ENOENT))]], Some(libc::ENOENT), 1),
         ("always", (0..10).map(|_| vec![Err(libc::ENOBUFS)]).collect(), Some(libc::ENOBUFS), 6),
     ];
     for (name, script, expected, attempts) in cases {
@@ -78,7 +78,7 @@ fn temporary_failures_are_retried_and_others_are_not() {
         let opened = Cell::new(0);
         let open = || {
             opened.set(opened.get() + 1);
-            Ok(script.pop_front().expect("no more attempts than are written"))
+            Ok(script.pop_front().expect("no more attempts than scripts"))
         };
         let outcome = exchange_over(open, request(), "testing", "");
         assert_eq!(outcome.err().map(|error| error.errno().unwrap()), expected, "{name}");

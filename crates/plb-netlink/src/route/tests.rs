@@ -97,7 +97,7 @@ fn prefixes() {
         ("fd00:2::/64", Some("fd00:2::/64")),
         ("fd00:2::1", Some("fd00:2::1/128")),
         ("fd00:2::/129", None),
-        // Found by fuzzing: no route has such a prefix, so it matched no route.
+        // Found by fuzzing: the address has bits beyond the prefix length. No route has such a prefix, so none matched.
         ("fd00:2::1/64", None),
         ("::6/0", None),
         ("fd00:2::/", None),

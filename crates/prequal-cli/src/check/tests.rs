@@ -94,7 +94,8 @@ fn upstream_filters(root: &mut Value) -> &mut Vec<Value> {
     list(&mut router["typed_config"]["upstream_http_filters"])
 }
 
-/// The code that a change must cause, or a description, and the change of the shipped configuration.
+/// A change of the shipped configuration, preceded by the code that it must cause. An allowed change has a description
+/// instead.
 type Break = (&'static str, fn(&mut Value));
 
 const BREAKS: &[Break] = &[
@@ -156,7 +157,7 @@ const BREAKS: &[Break] = &[
         manager(root, WASM)["fail_open"] = json!(true);
     }),
     ("module-denied", |root| {
-        // In the form in which an Istio proxy shows it.
+        // This is the form in which an Istio proxy shows a denied module.
         const NAME: &str = "extensions.istio.io/trafficextension/demo.prequal";
         *manager(root, "/http_filters/1") = json!({"name": NAME, "config_discovery": {}});
         let denial = json!({
@@ -368,7 +369,7 @@ fn changed(text: &str, change: impl FnOnce(&mut Value)) -> String {
     json!({"apiVersion": "v1", "kind": "List", "items": items}).to_string()
 }
 
-/// One change of the module's fields in Istio's manifests.
+/// Single changes of the module's fields in Istio's manifests.
 const MANIFEST_BREAKS: &[Break] = &[
     ("module-fetched", |wasm| wasm["failStrategy"] = json!("FAIL_RELOAD")),
     ("module-fetched", |wasm| {

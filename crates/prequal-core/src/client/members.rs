@@ -952,7 +952,8 @@ mod tests {
     }
 
     proptest! {
-        /// The stored counts equal those of a full walk, members are sorted, and their bytes decode again.
+        /// The stored counts equal those of a walk over the whole list. The bytes decode again, which requires sorted
+        /// members. Every probe endpoint leads to its first member.
         #[test]
         fn cached_counts_agree_with_the_list(
             events in proptest::collection::vec((0u8..7, 0u16..12, 0u64..4_000), 0..300),

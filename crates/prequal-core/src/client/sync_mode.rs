@@ -229,10 +229,10 @@ mod tests {
         for n in 0..20 {
             many.ended(answer(n, 0, None));
         }
-        assert_eq!(many.answers().len(), MAX_ASKED, "more than were asked are not believed");
+        assert_eq!(many.answers().len(), MAX_ASKED, "no more than `MAX_ASKED` answers are kept");
     }
 
-    /// A request with a hint whose homes are the replicas 1 and 2.
+    /// A request with a hint whose homes are replicas 1 and 2.
     fn with_homes(d: usize) -> Waiting {
         let target = |n| Some(Target { replica: replica(n), probe: replica(n) });
         Waiting::for_homes(d, d, [target(1), target(2)])

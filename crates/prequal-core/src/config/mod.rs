@@ -412,7 +412,7 @@ mod tests {
         for field in ["`hint.header`", "`hint.x`", "`hint.path_segment`"] {
             assert!(found.iter().any(|error| error.starts_with(field)), "{field} not in {found:?}");
         }
-        assert_eq!(both(r#""hint":{}"#, "").len(), 2, "a form and a contradiction");
+        assert_eq!(both(r#""hint":{}"#, "").len(), 2, "an error in the form, and a contradiction");
     }
 
     #[test]

@@ -746,7 +746,7 @@ mod tests {
         serve(&mut tracker, 3_600_000, 10);
         let ticket = tracker.start(ms(3_600_100));
         tracker.finish(ticket, ms(3_600_100), Outcome::Failure);
-        assert_eq!(tracker.latency(ms(3_600_000)), Some(10_000), "a little");
+        assert_eq!(tracker.latency(ms(3_600_000)), Some(10_000), "a small step");
         assert_eq!(tracker.latency(ms(1000)), None);
     }
 

@@ -217,7 +217,7 @@ mod tests {
     }
 
     proptest! {
-        /// For any order of writers, also past the last number, and with writes to other values in between.
+        /// For any order of writers, even after the numbers wrap, and with writes to other values in between.
         #[test]
         fn no_write_is_ever_lost(
             steps in vec((0..3usize, 0..2usize, any::<bool>()), 0..200),

@@ -119,7 +119,7 @@ mod tests {
         assert!(hint("a", "/").is_some() && hint("", "/b").is_some());
     }
 
-    /// The replica that ranks first for the hint number `n` among `replicas` of them.
+    /// The number of the replica that ranks first for hint `n`, among `replicas` replicas.
     fn first(n: u64, replicas: u16) -> u16 {
         let replica = |port: u16| format!("10.0.0.1:{}", 1000 + port).parse().unwrap();
         (0..replicas).max_by_key(|port| HintHash(n).rank(replica(*port))).unwrap()

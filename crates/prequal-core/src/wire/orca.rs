@@ -303,7 +303,8 @@ mod tests {
                      named_metrics.prequal_base_latency_us=40000,named_metrics.prequal_knee=8";
         for (says, expected) in [
             ("application_utilization=0.25", format!("application_utilization=0.250000,{rates}")),
-            // Readers would prefer Prequal's utilisation.
+            // Prequal's application_utilization is left out: readers would prefer it to the backend's
+            // cpu_utilization.
             ("cpu_utilization=0.25,eps=9", format!("cpu_utilization=0.250000,{rates}")),
             (
                 "application_utilization=0,cpu_utilization=2",

@@ -1,6 +1,6 @@
-//! A fake Envoy for testing the module natively: its state, one for each test's thread, and the callbacks with which it
-//! drives the module. [`abi`] has the functions that the module calls; the fake logs these calls in order. The SDK in
-//! between is the real one, with its dispatch, its borrows and its panics.
+//! A fake Envoy for testing the module natively. This file has the fake's state, one for each test's thread, and the
+//! callbacks with which the fake drives the module. [`abi`] has the functions that the module calls. The fake logs
+//! these calls in order. The SDK in between is the real one, with its dispatch, its borrows and its panics.
 
 mod abi;
 

@@ -88,7 +88,7 @@ pub(super) const FAULTS: &[Fault] = &[
     },
     Fault {
         name: "replicas-churn",
-        what: "EDS removes one to three of the eight replicas, different ones ten times, 400 ms apart",
+        what: "ten times, 400 ms apart, EDS removes one to three of the eight replicas, each time different ones",
         scope: Scope::Envoy,
         hold: Duration::ZERO,
         goal: Goal::within(10),

@@ -341,7 +341,7 @@ mod tests {
     #[test]
     fn a_raised_version_may_break_and_needs_a_listing_of_its_own() {
         assert!(matches!(verdict("0.2.0", &[OLD[2]], &[], true), Verdict::Outdated(_)));
-        // Without this, the next break of 0.2 would be compared with 0.1.
+        // Without a listing of 0.2.0, the next breaking change to 0.2 would be compared with 0.1.
         assert!(matches!(verdict("0.2.0", &[], &[], true), Verdict::Outdated(_)));
     }
 

@@ -233,7 +233,7 @@ mod tests {
             )
         };
         assert_eq!(pinned, [line("  ", &agent), line("      ", &module), line("      ", &native)]);
-        // The links' content, not the links.
+        // The archive holds the files to which the chart's symbolic links point, not the links.
         let envoy = workspace::root().join("envoy-configs/kubernetes/base/envoy.yaml");
         assert!(
             text("prequal/files/envoy.yaml") == std::fs::read_to_string(envoy).expect("the shipped file")

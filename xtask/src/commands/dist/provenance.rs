@@ -270,7 +270,7 @@ mod tests {
             self.out().join(name)
         }
 
-        /// Makes a pair of keys on `curve` and returns the private one's file; the public one's is beside it.
+        /// Makes a key pair on `curve` and returns the file of the private key. The public key's file is beside it.
         fn key(&self, name: &str, curve: &str) -> PathBuf {
             let (private, public) = (self.dir.path().join(name), self.public(name));
             let curve = format!("ec_paramgen_curve:{curve}");

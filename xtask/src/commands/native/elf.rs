@@ -150,7 +150,7 @@ mod tests {
         assert!(error.contains("program_init"), "{error}");
     }
 
-    /// The reader, on a shared library that every test machine has.
+    /// Runs the reader on a shared library that every test machine has.
     #[test]
     fn a_shared_library_is_read() {
         let maps = fs::read_to_string("/proc/self/maps").expect("this process's libraries");

@@ -113,7 +113,7 @@ pub(super) const BREAKS: &[Break] = &[
         list(listeners).push(other);
         remove(router(root), "upstream_log");
     }),
-    // A filter with the listener's name is not the cluster's filter.
+    // A filter with the name of the listener's filter is not the cluster's filter.
     ("native-filter-missing", |root| {
         filters(root, 0)[0]["typed_config"]["filter_name"] = json!("prequal_detour")
     }),

@@ -48,7 +48,7 @@ mod tests {
         assert_eq!(
             asked(&mut doubt, 10_000_001),
             160,
-            "a clock that steps back doubts no longer than it stepped"
+            "a step back by less than ten seconds does not end the doubt"
         );
         assert_eq!(asked(&mut doubt, 30_000_000), 10);
         assert_eq!(asked(&mut doubt, 1), 10);

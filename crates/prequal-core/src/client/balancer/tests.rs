@@ -196,8 +196,8 @@ fn request<S: Store>(balancer: &mut Balancer<S, Counts>, at: u64, failed: bool) 
     chosen
 }
 
-/// A proxy that knows its hosts sets them: those that left are forgotten at once, however many they are, and other
-/// workers follow at their tick.
+/// A proxy that knows its hosts sets the fleet. Hosts that left are forgotten at once, however many there are. Other
+/// workers use the new fleet from their next tick on.
 #[test]
 fn a_proxy_can_provide_the_membership() {
     let host = Host::default();
@@ -223,7 +223,7 @@ fn a_proxy_can_provide_the_membership() {
     main.set_fleet(ms(10), &mut rest, &mut rng);
     assert_eq!(rest.len(), 2, "duplicates are dropped");
     let view = main.view(ms(10));
-    assert_eq!((view.members, view.occupancy), (2, 0), "no entry of a replica that left remains");
+    assert_eq!((view.members, view.occupancy), (2, 0), "the entries of replicas that left are dropped");
     other.tick(ms(11), &mut rng);
     let pick = other.begin(ms(12), &[], true, &mut rng).pick;
     assert_eq!(pick.replica, None, "nothing is known yet of those that stayed: {pick:?}");
@@ -259,7 +259,7 @@ fn a_failure_whose_write_was_abandoned_counts_once() {
     assert_eq!(balancer.counters().0.borrow().iter().filter(|count| given_up(count)).count(), 1);
     *host.refused.borrow_mut() = ("", 0);
     let ejected = balancer.tick(ms(3), &mut rng()).ejected;
-    assert_eq!(ejected, 0, "one failure is not two");
+    assert_eq!(ejected, 0, "the failure counts once");
     assert!(!balancer.journal.waits());
 }
 
@@ -325,14 +325,14 @@ fn a_trial_whose_write_is_abandoned_does_not_start() {
     let mut rng = rng();
     let mut trials = |from: u64| {
         let mut tried = |at: &u64| {
-            // So that there is something to write even without a trial.
+            // This gives the transaction something to write even without a trial.
             balancer.push(failed(*at));
             balancer.begin(ms(*at), &[], true, &mut rng).pick.trial
         };
         (from..from + 50).filter(&mut tried).count()
     };
     *host.refused.borrow_mut() = ("ejections", u32::MAX);
-    assert_eq!(trials(1300), 0, "others would try it as well, and so would the next request");
+    assert_eq!(trials(1300), 0, "otherwise, other workers and the next request would start the same trial");
     *host.refused.borrow_mut() = ("", 0);
     assert_eq!(trials(1400), 1);
 }
@@ -464,7 +464,7 @@ fn a_request_with_a_hint_probes_its_homes_which_every_balancer_agrees_on() {
     config.choice.sync.d = 2;
     let mut two = balancer(config, &Memory);
     let others: Vec<Target> = (0..100).map(|_| two.ask(hint(0), &mut rng()).0[1]).collect();
-    assert!(others.iter().any(|other| *other != homes[0][0][1]), "one of two is drawn at random");
+    assert!(others.iter().any(|other| *other != homes[0][0][1]), "the second of two is drawn at random");
 }
 
 #[test]
@@ -552,8 +552,8 @@ fn a_worker_rests_while_the_cluster_is_idle() {
     let mut config = config(Profile::Default, 3);
     config.pool.verified_probes = true;
     let mut worker = balancer(config, &Memory);
-    /// Returns the number of ticks at which the worker did not rest, and the number of their probes, which are
-    /// answered.
+    /// Ticks the worker at these times unless it rests, and answers its probes. Returns the number of ticks and the
+    /// number of probes.
     fn ticks(worker: &mut Balancer<Memory, Counts>, times: std::ops::Range<u64>) -> (usize, u32) {
         let (mut awake, mut probes) = (0, 0);
         for at in times.step_by(250) {
@@ -679,7 +679,7 @@ fn a_request_to_another_cluster_counts_against_no_replica() {
     }
 }
 
-/// An event at one of two workers over one store.
+/// An event at one of two workers that share a store.
 #[derive(Clone, Copy, Debug)]
 enum Happens {
     Begin(bool),
@@ -695,7 +695,7 @@ enum Happens {
     Damage,
     /// Values become empty, are cut in half, or get another version.
     Foreign(u8),
-    /// Calls for a request that was never known, or is not known any more.
+    /// The callbacks of a request that the worker never knew or no longer knows.
     Unknown,
 }
 

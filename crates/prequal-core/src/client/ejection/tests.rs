@@ -33,7 +33,7 @@ fn bad(trial: bool) -> Event {
     Event::Failed { requests: 0.0, well: 9, trial }
 }
 
-/// A table over a fleet of ten, and the requests that one worker sends through it.
+/// The ejection table of a fleet of ten replicas, and the requests that one worker sends to the fleet.
 struct Scene {
     table: EjectionTable,
     flights: Flights,
@@ -145,7 +145,7 @@ fn a_failing_replica_is_readmitted_after_a_streak_of_trials() {
     scene.tell(0, 1, bad(false));
     scene.tell(1, 1, bad(false));
     assert!(scene.table.is_ejected(replica(1)));
-    assert_eq!(scene.heard(10, 1, 0), None, "its reports wait");
+    assert_eq!(scene.heard(10, 1, 0), None, "its reports are not used");
     assert_eq!(scene.trial(900), None, "too soon");
     assert_eq!(scene.trial(1001), Some(replica(1)));
     assert_eq!(scene.trial(5000), None, "one at a time");
@@ -210,12 +210,12 @@ fn a_reported_failure_share_ejects_but_a_single_failure_does_not() {
     }
     assert!(scene.table.is_ejected(replica(1)));
     scene.heard(at, 1, 50);
-    assert!(!scene.table.is_ejected(replica(1)), "it has come to agree");
+    assert!(!scene.table.is_ejected(replica(1)), "its reports now agree with the trials");
 }
 
-/// Simulates half a minute of a fleet whose replicas fail these shares of their requests, with `rate` requests a second
-/// each. Returns the fraction of time for which a client ejects each replica, judging by its own requests and by their
-/// reports.
+/// Simulates a fleet for half a minute. Each replica gets `rate` requests a second and fails its share of them. The
+/// client judges the replicas by its own requests and by the replicas' reports. Returns the fraction of the last 20
+/// seconds for which the client ejects each replica.
 fn ejected_of_fleet(shares: &[f64], rate: u64, seed: u64) -> Vec<f64> {
     let replicas = shares.len() as u64;
     let mut scene = Scene::new();
@@ -256,7 +256,7 @@ fn ejected_of_fleet(shares: &[f64], rate: u64, seed: u64) -> Vec<f64> {
         if changed {
             pool.exclude(&scene.table, now);
             is_in.fill(true);
-            // Asking about each replica separately takes most of the test's time.
+            // Asking about each replica separately would take most of the test's time.
             let panics = scene.table.panics();
             let ejected = scene.table.reasons().filter(|(_, why)| why.is_some() && !panics);
             ejected.for_each(|(replica, _)| is_in[usize::from(replica.port()) - 1000] = false);
@@ -318,7 +318,7 @@ fn a_replica_is_judged_against_the_others_in_every_size_of_fleet() {
         }
         check("one fails all", fleet(1, 1.0, 0.0), 1, 0.8, 0.01);
         check("one fails 0.3", fleet(1, 0.3, 0.0), 1, 0.5, 0.01);
-        check("one fails 0.6, all 0.05", fleet(1, 0.6, 0.05), 1, 0.5, 0.03);
+        check("one fails 0.6, others 0.05", fleet(1, 0.6, 0.05), 1, 0.5, 0.03);
         check("half fail half", fleet(size / 2, 0.5, 0.0), size / 2, 0.6, 0.01);
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
@@ -336,7 +336,7 @@ fn half_of_the_fleet_can_be_ejected_but_not_more() {
     assert_eq!(scene.table.ejected(), 0, "panic: all are let in");
     assert!(scene.heard(1, 5, 0).is_some());
     assert_eq!(scene.trial(60_000), None);
-    // Ordinary answers readmit them one by one, and the rest is ejected again.
+    // Ordinary answers readmit one of the six. This ends the panic, so the other five are ejected again.
     for _ in 0..STREAK {
         scene.tell(10, 4, good(false));
     }
@@ -360,7 +360,8 @@ fn land(scene: &mut Scene, flight: flights::Flight, at: u64) -> Landed {
     scene.flights.answered(&SETTINGS, flight, ms(at), false).unwrap()
 }
 
-/// Returns the replica that is overdue at `at`, as the next look shows.
+/// Returns the replica that is overdue at `at`. Looks twice, because a request counts as overdue only at the second
+/// look.
 fn late(flights: &mut Flights, at: Micros) -> Option<flights::Overdue> {
     flights.overdue(at).or_else(|| flights.overdue(at.plus(20_000)))
 }
@@ -463,7 +464,8 @@ fn a_trial_that_just_missed_its_limit_is_repeated_soon() {
         assert!(scene.trial(at + 1000).is_some());
         scene.tell(at + 1200, 1, Event::Unresponsive { trial: true, ordinary: true });
     }
-    // The last failure put the next trial four seconds off; then the answer came, a little late.
+    // The last failure postponed the next trial by four seconds. Then the answer to the failed trial came, a little
+    // late.
     scene.tell(5250, 1, Event::Answered { latency_us: 200_000, in_time: Timing::Narrow, trial: true });
     scene.heard(5300, 1, 0);
     assert!(scene.trial(6250).is_some());
@@ -515,7 +517,7 @@ fn a_stepping_clock_does_no_harm() {
     assert!(late(&mut scene.flights, ms(1250)).is_some());
     scene.flights.gone(flight);
     let flight = scene.flights.sent(ms(1000), replica(2), Some(100_000), false, true);
-    assert!(late(&mut scene.flights, ms(1000 + hour)).is_some(), "forth: it looks an hour old");
+    assert!(late(&mut scene.flights, ms(1000 + hour)).is_some(), "a step forward: it looks an hour old");
     scene.tell(1000 + hour, 2, UNRESPONSIVE);
     scene.flights.gone(flight);
     scene.heard(1001 + hour, 2, 0);
@@ -558,7 +560,7 @@ fn a_full_table_keeps_ejected_replicas_and_counts_lost_records() {
     assert_eq!(
         table.take_lost(),
         20 + MAX_EJECTIONS as u32,
-        "some watched, then some that should be ejected"
+        "records of watched replicas, then replicas that should be ejected"
     );
 }
 
@@ -589,7 +591,7 @@ fn a_replica_without_placement_gets_no_trial() {
     let mut scene = Scene::new();
     scene.tell(0, 1, UNRESPONSIVE);
     scene.heard(1, 1, 0);
-    // Since then the policy has been sampled a thousand times and has never met the replica.
+    // Since then the policy has been sampled a thousand times, and no sample has met the replica.
     assert!(
         (0..100).all(|_| scene.table.take_trial(&SETTINGS, ms(2000), 1000, 10, &mut scene.rng).is_none())
     );

@@ -298,7 +298,7 @@ mod tests {
     fn with_samples_time_forgets_only_unsampled_members() {
         let (host, mut view, ttl) = (Host::default(), View::default(), u64::from(MEMBER_TTL_MS));
         (0..8).for_each(|n| _ = view.note(ms(0), met(n)));
-        // One request per 50 s is heard of, and only the first four replicas are met.
+        // Every 50 s there is one sample, and it meets one of the first four replicas.
         for (at, n) in (0..4 * ttl).step_by(50_000).zip((0..4).cycle()) {
             view.note(ms(at), met(n));
             host.tick(&mut view, ms(at));
@@ -358,8 +358,8 @@ mod tests {
                 host.tick(&mut view, ms(0));
             }
         }
-        // Long after the fleet was learned, at 500 requests a second. The policy's turn has just passed the newcomer's
-        // place.
+        // The newcomer joins long after the fleet was learned, at 500 requests a second. The policy takes turns and has
+        // just passed the newcomer's place.
         let (began, mut turn) = (60_000, 0);
         pool.set_members(view.members().count(), view.members().samples(), ms(0));
         let found = (began..began + 20_000).step_by(2).find(|at| {

@@ -152,7 +152,7 @@ mod tests {
         let growing = sent(&mut explorer, 7200);
         assert!((130..=160).contains(&growing), "{growing}");
         assert_eq!(sent(&mut explorer, 7202), 10);
-        // An hour back: the change counts as long past, not as still to come.
+        // The clock steps back an hour: the change counts as long past, not as still to come.
         assert_eq!(sent(&mut explorer, 3600), 10);
         assert_eq!(sent(&mut explorer, 7300), 10);
     }

@@ -244,6 +244,6 @@ mod tests {
             answer(&mut policy, replica, 10);
         }
         let untried = shares(&mut policy, 10, 1000)[9];
-        assert!((1..=5).contains(&untried), "on probation, but for the best effort of the filter: {untried}");
+        assert!((1..=5).contains(&untried), "one on probation, more only if no draw is viable: {untried}");
     }
 }

@@ -249,7 +249,7 @@ mod tests {
                     .map(|after| clock.idle(Stamp(n * gap + after), 1000, 24))
                     .sum::<u32>();
             }
-            assert!((690..=700 + SAVED as u32).contains(&probes), "one each {gap} ms: {probes}");
+            assert!((690..=700 + SAVED as u32).contains(&probes), "one request every {gap} ms: {probes}");
         }
     }
 
@@ -261,7 +261,7 @@ mod tests {
             times.map(|at| clock.idle(Stamp(at), 1000, 16)).filter(|due| *due > 0).collect()
         };
         assert_eq!(idle(&mut clock, 5_000, 10), [16, 8], "a pool's worth per interval, and then none");
-        assert_eq!(all(clock.request(Stamp(60_000_000), EACH, 1.0, 8.0)), 8, "what was kept for it");
+        assert_eq!(all(clock.request(Stamp(60_000_000), EACH, 1.0, 8.0)), 8, "those kept for this request");
         assert!(idle(&mut clock, 60_001_000, 1).is_empty());
         // Many requests that need no probes pay for the probes of the next pause.
         (0..1000).for_each(|n| assert_eq!(all(clock.request(Stamp(70_000_000 + n), EACH, 0.0, 0.0)), 0));

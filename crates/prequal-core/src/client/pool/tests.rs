@@ -96,8 +96,8 @@ fn a_young_replica_takes_a_share_that_grows_with_its_age() {
         up[0] = Some(up_s);
         Scene::new(PoolSettings { slow_start_ms: 10_000, ..plain() }).share_of_the_first(up)
     });
-    // Requests at the young replica, out of the 1000 that an older one in its place would get: at first 50, so that it
-    // can show that it answers, then 300, 600, 900 and 1000.
+    // An older replica in its place would get 1000 requests. The young replica gets 50 at first, so that it can show
+    // that it answers, and later 300, 600, 900 and 1000.
     for (got, wanted) in shares.iter().zip([50, 300, 600, 900, 1000]) {
         assert!(got.abs_diff(wanted) <= wanted * 8 / 100 + 16, "{shares:?}");
     }
@@ -160,7 +160,7 @@ fn failures_elsewhere_are_the_median_of_the_other_reports() {
         scene.pool.record(&scene.settings, ms(0), replica(n), load, Placement::even(0), &mut scene.rng);
         scene.pool.failing_beside(replica(1))
     };
-    assert_eq!(failing_beside(&mut scene, 1, 900), 0, "its own word is not the others'");
+    assert_eq!(failing_beside(&mut scene, 1, 900), 0, "its own report does not count");
     assert_eq!(failing_beside(&mut scene, 2, 500), 500);
     assert_eq!(failing_beside(&mut scene, 3, 30), 30, "half of them may be bad");
     assert_eq!(failing_beside(&mut scene, 4, 100), 100);
@@ -279,7 +279,7 @@ fn theta_comes_from_a_history_not_from_the_pool() {
     assert_eq!(
         scene.pool.view(&scene.settings, ms(0)).theta,
         Some(300),
-        "nearest rank, above the small counts"
+        "the nearest rank is among RIFs of `SMALL_RIF` or more"
     );
     assert_eq!(scene.pool.view(&scene.settings, ms(2000)).theta, None, "the history is bounded in time");
 }
@@ -390,7 +390,7 @@ fn an_idle_replica_of_unknown_latency_gets_one_request_until_it_answers() {
         assert_ne!(scene.pick(1).replica, Some(replica(3)));
     }
     scene.report(5, 3, 1, None);
-    assert_ne!(scene.pick(6).replica, Some(replica(3)), "a probe still says busy and unknown");
+    assert_ne!(scene.pick(6).replica, Some(replica(3)), "a probe still reports it busy, latency unknown");
 }
 
 #[test]
@@ -411,7 +411,7 @@ fn a_replica_stays_out_for_its_cooldown_and_comes_back() {
 fn one_worker_sends_the_idle_probes() {
     let mut scene = Scene::new(plain());
     scene.pick(0);
-    assert!(scene.pool.idle_probes(&scene.settings, ms(500), 1000).is_empty(), "a request came lately");
+    assert!(scene.pool.idle_probes(&scene.settings, ms(500), 1000).is_empty(), "a request came recently");
     let due = scene.pool.idle_probes(&scene.settings, ms(1000), 1000);
     assert_eq!((due.addressed, due.discovery), (15, 1));
     assert!(scene.pool.idle_probes(&scene.settings, ms(1001), 1000).is_empty(), "taken");
@@ -468,7 +468,7 @@ fn in_a_large_fleet_probes_of_discovery_go_out_several_at_once_and_none_is_lost(
         scene.pick(at).probes.discovery
     };
     let sent: Vec<u32> = (3000..13_000).step_by(5).map(&mut one).filter(|due| *due > 0).collect();
-    assert!(sent.iter().sum::<u32>() >= 1000, "a turn in 10 s: {sent:?}");
+    assert!(sent.iter().sum::<u32>() >= 1000, "each replica once in 10 s: {sent:?}");
     assert!(sent.len() <= 150, "{sent:?}");
 }
 
@@ -676,7 +676,7 @@ fn a_blob_that_is_accepted_is_accepted_again_after_a_pick() {
             assert!(PoolState::decode(&pool.encode()).is_err(), "{square}");
         }
     }
-    // A pick removes as many entries as the credit allows.
+    // A pick removes as many entries as the credit allows, so that less than 1 is left.
     let mut pool = PoolState::new();
     pool.remove_credit = 1.0;
     assert_eq!(PoolState::decode(&pool.encode()).err(), Some(BlobError::Content));
@@ -843,8 +843,8 @@ fn while_most_latencies_are_unknown_busy_replicas_count_as_hot() {
         }
         scene.pick(2).replica.is_some_and(|replica| replica.port() - 1000 < unknown)
     };
-    assert!(picked(8), "a fleet that is new has no others");
-    assert!(!picked(7), "one of few waits for its first answer");
+    assert!(picked(8), "in a new fleet, few latencies are known");
+    assert!(!picked(7), "one of few unknown replicas waits for its first answer");
 }
 
 impl Scene {
@@ -1013,12 +1013,12 @@ fn among_equal_replicas_the_fresher_report_wins_only_if_the_other_is_older_than_
         scene.pick_predicted(1 + age).replica.unwrap() == replica(other)
     };
     assert!(chosen(100, 120) && !chosen(100, 260));
-    // At least 32 ms, however short the latency.
+    // However short the latency, reports younger than 32 ms count as equally fresh.
     assert!(chosen(1, 30) && !chosen(1, 70));
 }
 
-/// Whether replicas that report 20 ms and `other_ms` count as equal, while eight others report every 500 ms for 800
-/// rounds. Of these, replica `n` reports `change(round, n)` times 40 ms in every other round, and 40 ms in between.
+/// Whether replicas that report 20 ms and `other_ms` count as equal after eight others have reported every 500 ms for
+/// 800 rounds. Of these, replica `n` reports `change(round, n)` times 40 ms in every other round, and 40 ms in between.
 fn are_equal(other_ms: u32, change: impl Fn(u64, u16) -> f64) -> bool {
     const ROUNDS: u64 = 800;
     let mut scene = Scene::new(plain());
@@ -1155,7 +1155,7 @@ fn a_lying_replica_does_not_raise_a_newcomers_limit() {
         }
         scene.pick_predicted(*at).replica == Some(replica(3))
     });
-    assert_eq!(picks.count(), 1, "it has one, as the others");
+    assert_eq!(picks.count(), 1, "its limit is one, like that of the others");
 }
 
 #[test]
@@ -1192,8 +1192,8 @@ fn a_busy_replica_is_not_tried_even_if_another_report_improves() {
 }
 
 /// Runs ten replicas that take 20 ms per request. One of them reports a base latency of a microsecond, a knee of one,
-/// and its RIF. Envoy's own policy takes turns. Returns, for requests every `every_us`, the number that each replica
-/// served and the number that Envoy's policy placed.
+/// and its true RIF. Envoy's own policy is round robin. A request comes every `every_us`. Returns the number of
+/// requests that each replica served, and the number that Envoy's policy placed.
 fn with_a_liar(every_us: u64, burst_guard: bool) -> ([usize; 10], usize) {
     const TAKES_US: u64 = 20_000;
     const LIAR: usize = 0;
@@ -1238,7 +1238,7 @@ fn a_lying_replica_changes_only_its_own_share() {
         let (served, by_envoy) = with_a_liar(every_us, burst_guard);
         assert!(
             by_envoy <= 2,
-            "{every_us} us: {by_envoy} by Envoy's policy, of requests before there was a pool"
+            "{every_us} us: {by_envoy} by Envoy's policy, not only those before there was a pool"
         );
         let [liar, others @ ..] = served;
         let most = 5 * 40_000 * every_us as usize / 20_000;

@@ -153,7 +153,7 @@ fn a_replica_that_answers_one_request_an_hour_stays_known_and_in_use() {
             );
         }
         now += HOUR_MS;
-        // Its clients, which also hear of nine busier replicas, still send to it.
+        // Its clients, which also get reports of nine replicas with a higher knee, still send to it.
         pool.set_members(10, 0, ms(now));
         for n in 0..10 {
             let theirs = Capacity { base_us: 40_000, knee: 4, open: false };
@@ -227,8 +227,8 @@ fn slow_requests_are_forgotten_within_seconds() {
     assert!((19_000..25_000).contains(&healed), "after 0.4 s: {healed}");
 }
 
-/// A replica with `slots` slots and a queue. Its client keeps `held` requests in flight, and one more from time to
-/// time.
+/// Returns the capacity of a replica with `slots` slots and a queue after `requests` requests. Its client keeps `held`
+/// requests in flight, and one more from time to time.
 fn held(slots: usize, held: usize, requests: usize) -> Capacity {
     let mut tracker = tracker();
     let mut rng = SmallRng::seed_from_u64(5);
@@ -331,7 +331,7 @@ fn with_mixed_requests_a_few_short_ones_do_not_lower_the_base_latency() {
             lowest = lowest.min(base_us);
         }
     }
-    assert!(lowest > 13_000, "29 ms in the mean, {lowest} us at the least");
+    assert!(lowest > 13_000, "29 ms on average, {lowest} us at the lowest");
 }
 
 #[test]

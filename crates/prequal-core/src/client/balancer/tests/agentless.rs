@@ -4,7 +4,8 @@ use super::*;
 use crate::client::balancer::agentless::Chooser;
 use crate::client::pool::Branch;
 
-/// A balancer that knows replicas 0 to `n` - 1 by their reports, and the next `agentless` by responses without one.
+/// A balancer that knows replicas 0 to `n` - 1 by their reports, and the next `agentless` replicas by responses without
+/// a report.
 fn mixed(n: u16, agentless: u16) -> Balancer<Memory, Counts> {
     let mut balancer = balancer(config(Profile::Default, n), &Memory);
     probe_all(&mut balancer, n, 0);
@@ -79,7 +80,7 @@ fn among_them_the_one_with_the_fewest_requests_in_flight_is_chosen() {
 fn a_majority_without_agents_leaves_all_requests_to_the_proxy() {
     let (mut balancer, mut rng) = (mixed(3, 4), rng());
     assert!((2..200).all(|at| send(&mut balancer, at, 3, &mut rng).is_none()));
-    // One gets an agent: now half of the fleet or more reports.
+    // One replica gets an agent. Now at least half of the fleet reports.
     let first_report = report(3, 0, 10);
     let proxy = Proxy(200, Some(replica(3)), Class::Answer, 1);
     let mut request = Request::default();
@@ -92,7 +93,7 @@ fn a_majority_without_agents_leaves_all_requests_to_the_proxy() {
 fn a_replica_that_has_reported_is_not_agentless() {
     let mut balancer = mixed(4, 0);
     (0..4).for_each(|n| placed_by_proxy(&mut balancer, 1, n));
-    assert_eq!(balancer.membership.members().agentless(), 0, "agents may report to probes only");
+    assert_eq!(balancer.membership.members().agentless(), 0, "an agent may report only on replies to probes");
     // A request that failed, or was steered, is no evidence.
     let proxy = Proxy(2, Some(replica(9)), Class::Answer, 1);
     balancer.response(ms(2), &mut Request::default(), true, None, &proxy);

@@ -52,15 +52,15 @@ struct Truth {
     reports: Vec<Reported>,
     /// Number of the report behind each pool entry when the pool was last written.
     entries: BTreeMap<Endpoint, usize>,
-    /// Comparisons of pool entries after requests had been sent since their reports.
+    /// Number of compared pool entries for which requests had been sent since the report.
     compensated: u32,
     /// Writes of the pool, by worker.
     written: Vec<u32>,
     /// Requests whose pick was written to the pool.
     picks: u32,
-    /// Addressed probes that came with all requests.
+    /// Total number of addressed probes that were due with requests.
     addressed: u32,
-    /// Time at which a tick last returned probes, milliseconds.
+    /// Time in milliseconds at which a tick last returned probes.
     idle: Option<u64>,
     /// Writes refused because another worker had written since the read.
     refused: u32,
@@ -90,7 +90,7 @@ impl<'a> Seat<'a> {
         self.race.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// May give the turn away, then waits for the next one.
+    /// May pass the turn to another thread, then waits until it is this thread's turn.
     fn step(self) -> MutexGuard<'a, State> {
         let mut state = self.state();
         let State { rng, switching, .. } = &mut *state;
@@ -160,7 +160,7 @@ impl SharedData for Seat<'_> {
         let mut state = self.step();
         if number.is_some_and(|number| state.values.get(key).is_some_and(|(_, now)| *now != number)) {
             let read = state.read.contains(&(self.id, key.into()));
-            // A wrong guess costs a read but is not a conflict.
+            // A worker that has not read the key guessed the number. A wrong guess costs a read but is not a conflict.
             state.truth.refused += u32::from(read);
             return false;
         }
@@ -232,7 +232,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Runs `events` random events one after another, then ends all requests and ticks.
+    /// Runs `events` random events one after another, then ends all requests, then only ticks.
     fn run(&mut self, events: u32) {
         for event in 0..events {
             (self.left, self.healed) = (event > events / 4, event > events / 2);
@@ -247,7 +247,7 @@ impl<'a> Worker<'a> {
         while !self.open.is_empty() {
             self.end();
         }
-        // This worker has no requests any more. Without requests, probes are due by time.
+        // This worker has no more requests. While no worker has any, probes are due at intervals.
         (0..events / 4).for_each(|_| self.tick());
         for _ in 0..100 {
             self.tick();
@@ -449,7 +449,7 @@ struct RaceEnd {
 fn race(workers: usize, events: u32, switching: f64, rule: Rule) -> RaceEnd {
     let (seed, mut config) = (2, config(Profile::Default, FLEET));
     config.choice.rule = rule;
-    // Reports that wait for long must not be too old when they arrive.
+    // Reports that wait for a long time must not be too old when they arrive.
     config.pool.max_age_ms = 3_600_000;
     config.pool.budget = Budget::Fixed { r_probe: R_PROBE };
     let state = State {
@@ -501,7 +501,7 @@ fn race(workers: usize, events: u32, switching: f64, rule: Rule) -> RaceEnd {
     }
     assert_eq!(end.conflicts + end.given_up, state.truth.refused);
     let out = state.blob::<EjectionTable>("ejections").reasons().filter(|(_, why)| why.is_some()).count();
-    assert_eq!(end.opened, end.closed + vanished + out, "who went out, and is back or not");
+    assert_eq!(end.opened, end.closed + vanished + out, "each has returned, lost its record or stayed out");
     end
 }
 

@@ -55,7 +55,7 @@ fn the_utilisation_is_the_applications_else_the_processors() {
     assert_eq!(report.utilization_micro(), Some(500_000));
     report.go_by(&Metric::Named("kv".into()));
     assert_eq!(report.utilization_micro(), Some(750_000));
-    assert_eq!(named(&report), [("kv", 0.75), ("bad", -1.0)], "and goes on as what it is");
+    assert_eq!(named(&report), [("kv", 0.75), ("bad", -1.0)], "it also stays a named metric");
 }
 
 #[test]
@@ -233,7 +233,7 @@ proptest! {
         for (name, value) in report.named() {
             prop_assert!(value.abs() <= MAX_VALUE && name.len() <= MAX_NAME);
             prop_assert!(name.bytes().all(|byte| byte.is_ascii_graphic() && !b"\",=\\".contains(&byte)));
-            // 15 digits, a point, 17 digits.
+            // At most a sign, 15 digits, a point and 17 digits.
             prop_assert!(value.to_string().len() <= 34, "{}", value);
         }
     }
