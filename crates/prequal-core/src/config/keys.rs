@@ -218,7 +218,8 @@ pub const KEYS: &[Key] = &[
         .with_probes()
         .from("this project, `docs/design/adr/0005-ejection.md`")
         .means(
-            "age at which a new replica gets its full share of requests; until then, the share grows with its age; 0: at once",
+            "age at which a new replica gets its full share of requests; until then, the share grows with its age, unless at \
+             least half of the replicas are new; 0: at once",
         ),
     advanced("pool_size", "entries", Whole(2, MAX_POOL as u32))
         .at(Usize(|s| Some(&mut s.pool.pool_size)))
