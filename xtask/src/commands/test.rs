@@ -352,6 +352,7 @@ impl Session<'_> {
             Some(why) if self.ci => self.impossible.push(format!("docker-compose demo: {why}")),
             Some(why) => self.skipped.push(format!("docker-compose demo: {why}")),
             None => {
+                // Waits for the images, so that they are not made twice; if they are missing, the check makes them.
                 self.done_ahead(Job::Images);
                 self.impossible.extend(compose::check(self.args.wasm.toolchain)?);
             }
