@@ -167,5 +167,5 @@ fn step_clock(site: &Site, seconds: i64) -> Result<()> {
 }
 
 fn no_clock(bed: &crate::bed::Bed) -> Option<String> {
-    bed.clock.is_none().then(|| "no C compiler (cc), which makes what steps Envoy's clock".to_owned())
+    bed.clock.is_none().then(|| "no C compiler (cc) to build the library that steps Envoy's clock".to_owned())
 }
