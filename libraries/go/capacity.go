@@ -10,6 +10,12 @@ const (
 	maxKnee      = 512
 	fadesUs      = 6e6
 	doubt        = 0.5
+	steady       = 0.05
+	mostSteady   = 16.0
+	steadyKnee   = 3
+	many         = 6.0
+	clearly      = 0.005
+	assumed      = 0.25
 	leastLeft    = 0.5
 	fitEveryUs   = 10_000
 	fitAtLeastUs = 3_000_000
@@ -36,6 +42,8 @@ type row struct {
 	time, left float64
 	// Number of good responses to requests that raised the level to this one on arrival, and the time that those requests took.
 	met, took float64
+	// Sum of the squares of these times.
+	squares float64
 }
 
 type score struct{ score, effort float64 }
@@ -86,6 +94,7 @@ func (l *levels) served(now uint64, level, arrivedAs, latencyUs uint32) {
 	arrived := l.row(max(arrivedAs, 1))
 	arrived.met += weight
 	arrived.took += float64(latencyUs) * weight
+	arrived.squares += float64(latencyUs) * float64(latencyUs) * weight
 	if !l.isFitted || distance(now, l.fittedAt) > fitAtLeastUs {
 		l.capacity(now, false)
 	}
@@ -96,7 +105,8 @@ func (l *levels) startAnew(now uint64) {
 	answers, took := l.run.take()
 	l.rows, l.logs = l.rows[:0], l.logs[:0]
 	l.origin, l.latest, l.since, l.begun = now, now, now, true
-	*l.row(1) = row{time: took, left: answers, met: answers, took: took}
+	squares := 2 * took * took / max(answers, 1)
+	*l.row(1) = row{time: took, left: answers, met: answers, took: took, squares: squares}
 	l.isFitted = false
 }
 
@@ -126,12 +136,12 @@ func (l *levels) capacity(now uint64, leaving bool) (capacity, bool) {
 	return l.fit, l.known
 }
 
-// fitted maximises the sum of the two likelihoods that capacity.rs describes. weight is the weight of the present. running is
+// fitted finds the knee with the score that capacity.rs describes. weight is the weight of the present. running is
 // added to the row of the current level.
 func (l *levels) fitted(weight float64, running row) (capacity, bool) {
 	current := min(int(l.level), len(l.rows))
 	var all row
-	var logMet, tookEach float64
+	var logMet, tookEach, arrivalsTimesLevel float64
 	for i, r := range l.rows {
 		all.time += r.time
 		all.left += r.left
@@ -139,6 +149,7 @@ func (l *levels) fitted(weight float64, running row) (capacity, bool) {
 		all.took += r.took
 		logMet += r.met * l.logs[i]
 		tookEach += r.took / float64(i+1)
+		arrivalsTimesLevel += r.met * float64(i+1)
 	}
 	if current > 0 {
 		all.time += running.time
@@ -147,6 +158,7 @@ func (l *levels) fitted(weight float64, running row) (capacity, bool) {
 	if all.left < leastLeft*weight {
 		return capacity{}, false
 	}
+	alpha := l.steadiness(weight)
 	time, left, met := all.time, all.left, all.met
 	var effort, took, gain, lastLog float64
 	best := math.Inf(-1)
@@ -160,7 +172,9 @@ func (l *levels) fitted(weight float64, running row) (capacity, bool) {
 		logMet -= r.met * log
 		tookEach -= r.took / k
 		each := max(took+k*tookEach, tiny) / max(all.met, tiny)
-		s := (gain + met*log - logMet - all.left*math.Log(max(effort*each, tiny))) / weight
+		departures := gain - all.left*math.Log(max(effort, tiny))
+		arrivals := met*log - logMet - all.left*math.Log(each)
+		s := (departures+alpha*arrivals)/weight - log
 		best = max(best, s)
 		l.scores = append(l.scores, score{s, effort})
 		if i+1 == current {
@@ -172,13 +186,30 @@ func (l *levels) fitted(weight float64, running row) (capacity, bool) {
 		}
 		lastLog = log
 	}
+	// Where many requests are in flight, a knee must explain more.
+	alone := arrivalsTimesLevel > many*all.met && l.scores[0].score >= best-(doubt+clearly*all.left/weight)
 	for i, s := range l.scores {
-		if s.score >= best-doubt {
+		if alone || s.score >= best-doubt {
 			base := min(max(s.effort/all.left, 1), maxLatencyUs)
 			return capacity{uint32(base), uint32(i + 1), l.beyond.isOpen(l.latest)}, true
 		}
 	}
 	return capacity{}, false
+}
+
+// steadiness returns α, the weight of the second likelihood.
+func (l *levels) steadiness(weight float64) float64 {
+	if !l.known || l.fit.knee > steadyKnee {
+		return 1
+	}
+	variation := math.Inf(1)
+	for _, r := range l.rows[:min(int(l.fit.knee), len(l.rows))] {
+		if r.met > weight && r.took > 0 {
+			squared := max(r.squares*r.met/(r.took*r.took)-1, 0)
+			variation = min(variation, squared+assumed*weight/r.met)
+		}
+	}
+	return min(max(steady/variation, 1), mostSteady)
 }
 
 func (l *levels) elapsed(now uint64) float64 {
@@ -210,6 +241,7 @@ func (l *levels) weight(now uint64) float64 {
 		r.left /= weight
 		r.met /= weight
 		r.took /= weight
+		r.squares /= weight
 		if r.time > 1 || r.left > 1e-6 || r.met > 1e-6 {
 			used = i + 1
 		}

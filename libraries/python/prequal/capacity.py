@@ -14,6 +14,12 @@ MAX_LATENCY_US = 3_600_000_000
 MAX_KNEE = 512
 FADES_US = 6e6
 DOUBT = 0.5
+STEADY = 0.05
+MOST_STEADY = 16.0
+STEADY_KNEE = 3
+MANY = 6.0
+CLEARLY = 0.005
+ASSUMED = 0.25
 LEAST = 0.5
 FIT_EVERY_US = 10_000
 FIT_AT_LEAST_US = 3_000_000
@@ -38,14 +44,18 @@ class Capacity(NamedTuple):
 class Row:
     """Fading sums for one level, which is a number of requests at the server."""
 
-    __slots__ = ("time", "left", "met", "took")
+    __slots__ = ("time", "left", "met", "took", "squares")
 
-    def __init__(self, time: float = 0.0, left: float = 0.0, met: float = 0.0, took: float = 0.0) -> None:
+    def __init__(
+        self, time: float = 0.0, left: float = 0.0, met: float = 0.0, took: float = 0.0, squares: float = 0.0
+    ) -> None:
         #: Time spent at this level, and number of good responses that left at it.
         self.time, self.left = time, left
         #: Number of good responses to requests that raised the level to this one on arrival, and the time that those
         #: took.
         self.met, self.took = met, took
+        #: Sum of the squares of these times.
+        self.squares = squares
 
 
 class Levels:
@@ -94,13 +104,15 @@ class Levels:
         arrived = self._row(max(arrived_as, 1))
         arrived.met += weight
         arrived.took += latency_us * weight
+        arrived.squares += float(latency_us) * float(latency_us) * weight
         if self._fitted_at is None or abs(now - self._fitted_at) > FIT_AT_LEAST_US:
             self.capacity(now, False)
 
     def _start_anew(self, now: int) -> None:
         """Forgets everything except the run of fast responses, which count as if each had been alone at the server."""
         answers, took = self._run.take()
-        self._rows, self._logs = [Row(took, answers, answers, took)], [0.0]
+        squares = 2.0 * took * took / max(answers, 1.0)
+        self._rows, self._logs = [Row(took, answers, answers, took, squares)], [0.0]
         self._origin, self._latest, self._since = now, now, now
         self._fitted_at = None
 
@@ -125,12 +137,12 @@ class Levels:
         return self._fit
 
     def _fitted(self, weight: float, running: float, leaves: float) -> Capacity | None:
-        """Maximises the sum of the two likelihoods that capacity.rs describes.
+        """Finds the knee with the score that capacity.rs describes.
 
         `weight` is the weight of the present. `running` and `leaves` are added to `time` and `left` of the current level.
         """
         current = min(self.level, len(self._rows))
-        time = left = met = took_all = log_met = took_each = 0.0
+        time = left = met = took_all = log_met = took_each = arrivals_times_level = 0.0
         for k, (row, log) in enumerate(zip(self._rows, self._logs), 1):
             time += row.time
             left += row.left
@@ -138,12 +150,15 @@ class Levels:
             took_all += row.took
             log_met += row.met * log
             took_each += row.took / k
+            arrivals_times_level += row.met * k
         if current > 0:
             time += running
             left += leaves
         all_left, all_met = left, max(met, TINY)
+        many = arrivals_times_level > MANY * met
         if all_left < LEAST * weight:
             return None
+        alpha = self._steadiness(weight)
         effort = took = gain = last_log = 0.0
         best = -math.inf
         scores: list[tuple[float, float]] = []
@@ -155,7 +170,9 @@ class Levels:
             log_met -= row.met * log
             took_each -= row.took / k
             each = max(took + k * took_each, TINY) / all_met
-            score = (gain + met * log - log_met - all_left * math.log(max(effort * each, TINY))) / weight
+            departures = gain - all_left * math.log(max(effort, TINY))
+            arrivals = met * log - log_met - all_left * math.log(each)
+            score = (departures + alpha * arrivals) / weight - log
             best = max(best, score)
             scores.append((score, effort))
             if k == current:
@@ -165,11 +182,24 @@ class Levels:
                 time -= row.time
                 left -= row.left
             last_log = log
+        # Where many requests are in flight, a knee must explain more.
+        alone = many and scores[0][0] >= best - (DOUBT + CLEARLY * all_left / weight)
         for k, (score, effort) in enumerate(scores, 1):
-            if score >= best - DOUBT:
+            if alone or score >= best - DOUBT:
                 base = min(max(effort / all_left, 1.0), float(MAX_LATENCY_US))
                 return Capacity(int(base), k, self._beyond.is_open(self._latest))
         return None
+
+    def _steadiness(self, weight: float) -> float:
+        """Returns α, the weight of the second likelihood."""
+        if self._fit is None or self._fit.knee > STEADY_KNEE:
+            return 1.0
+        variation = math.inf
+        for row in self._rows[: self._fit.knee]:
+            if row.met > weight and row.took > 0.0:
+                squared = max(row.squares * row.met / (row.took * row.took) - 1.0, 0.0)
+                variation = min(variation, squared + ASSUMED * weight / row.met)
+        return min(max(STEADY / variation, 1.0), MOST_STEADY)
 
     def _elapsed(self, now: int) -> float:
         """Returns the time spent at the current level since the last update, microseconds."""
@@ -193,6 +223,7 @@ class Levels:
             row.left /= weight
             row.met /= weight
             row.took /= weight
+            row.squares /= weight
             if row.time > 1.0 or row.left > 1e-6 or row.met > 1e-6:
                 used = k
         del self._rows[used:], self._logs[used:]

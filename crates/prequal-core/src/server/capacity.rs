@@ -12,7 +12,16 @@
 //!   ℓ₂(k) = −Σ n\[r\]·ln max(1, r/k) − N·ln(Σ S\[r\] / max(1, r/k) / N). Alone, the first likelihood finds knees that
 //!   do not exist where service times are constant, because departures then come together.
 //!
-//! K is the smallest `k` whose sum ℓ + ℓ₂ is within 0.5 of the best: a higher knee needs evidence. W is E(K) / N.
+//! The score of `k` is ℓ + α·ℓ₂ − ln k. K is the smallest `k` whose score is within 0.5 of the best: a higher knee needs
+//! evidence. W is E(K) / N. The last term of the score is a prior without a scale. If all requests arrive while the
+//! replica is saturated, the data say nothing about K, and without the prior, K would be the highest level by chance.
+//! For the same reason, where many requests are in flight, a knee must explain each response clearly better than none
+//! does: K is 1 if its score is within 0.5 + 0.005·N of the best.
+//!
+//! α is 1 unless latencies vary far less than exponential ones ([`Levels::steadiness`]). With one slot and constant
+//! service times, a request that has just begun does not leave soon, so departures seem to say that two requests are
+//! served at once. Latencies are then the better evidence.
+//!
 //! `docs/design/adr/0008-predicted-latency.md` has the alternatives with their curves.
 //!
 //! Single responses show at once what the fit is slow to see (`capacity/recent.rs`): that a replica has become faster,
@@ -32,6 +41,19 @@ use recent::{Beyond, FastRun};
 pub const MAX_KNEE: u16 = 512;
 /// Minimum gain in log-likelihood that justifies a higher knee.
 const DOUBT: f64 = 0.5;
+/// α is this divided by the squared coefficient of variation of the latencies, within 1 and [`MOST_STEADY`].
+const STEADY: f64 = 0.05;
+const MOST_STEADY: f64 = 16.0;
+/// Highest knee at which α may exceed 1. With constant times and more slots, the knee is slightly too high, so that
+/// clients take turns for longer; that spaces requests evenly, which suits constant times.
+const STEADY_KNEE: u16 = 3;
+/// Mean level of arrivals above which a knee must explain more, and how much more per response. Clients that keep the
+/// RIF constant leave only small differences between the levels, and whether requests are served together decides
+/// those.
+const MANY: f64 = 6.0;
+const CLEARLY: f64 = 0.005;
+/// Squared coefficient of variation that is assumed of one latency before any is known, as a multiple of its weight.
+const ASSUMED: f64 = 0.25;
 /// Number of departures below which the last fit is kept.
 const LEAST: f64 = 0.5;
 /// Minimum time between fits, microseconds.
@@ -59,6 +81,8 @@ struct Row {
     /// Good responses to requests that brought the level to this many on arrival, and the time they took.
     met: f64,
     took: f64,
+    /// Sum of the squares of these times.
+    squares: f64,
 }
 
 /// Counts at each level, and the fit to them.
@@ -163,9 +187,11 @@ impl Levels {
         let weight = self.weight(now);
         let level = self.level_of_burst(now, level.max(1), u64::from(latency_us / TOGETHER));
         self.row(level, |row| row.left += weight);
+        let took = f64::from(latency_us);
         self.row(arrived_as.max(1), |row| {
             row.met += weight;
-            row.took += f64::from(latency_us) * weight;
+            row.took += took * weight;
+            row.squares += took * took * weight;
         });
         // Where responses are rare, this one would no longer be recent enough for a fit when the next report is due.
         if self.fitted_at.is_none_or(|at| now.distance(at) > FIT_AT_LEAST_US) {
@@ -179,7 +205,9 @@ impl Levels {
         self.rows.clear();
         self.logs.clear();
         (self.origin, self.latest, self.since) = (now, now, Some(now));
-        self.row(1, |row| *row = Row { time: took, left: answers, met: answers, took });
+        // Nothing is known about their variation yet, so they count as exponential.
+        let squares = 2.0 * took * took / answers.max(1.0);
+        self.row(1, |row| *row = Row { time: took, left: answers, met: answers, took, squares });
         self.fitted_at = None;
     }
 
@@ -219,6 +247,7 @@ impl Levels {
         let mut all = Row::default();
         // Σ n·ln r and Σ S / r over the levels not visited yet.
         let (mut log_met, mut took_each) = (0.0, 0.0);
+        let mut arrivals_times_level = 0.0;
         for (index, (row, log)) in self.rows.iter().zip(&self.logs).enumerate() {
             all.time += row.time;
             all.left += row.left;
@@ -226,6 +255,7 @@ impl Levels {
             all.took += row.took;
             log_met += row.met * log;
             took_each += row.took / (index + 1) as f64;
+            arrivals_times_level += row.met * (index + 1) as f64;
         }
         if current > 0 {
             all.time += running.time;
@@ -234,6 +264,7 @@ impl Levels {
         if all.left < LEAST * weight {
             return None;
         }
+        let alpha = self.steadiness(weight);
         let (mut time, mut left, mut met) = (all.time, all.left, all.met);
         let (mut effort, mut took, mut gain, mut last_log) = (0.0, 0.0, 0.0, 0.0);
         let mut best = f64::NEG_INFINITY;
@@ -249,9 +280,9 @@ impl Levels {
             took_each -= row.took / k;
             // Rounding may leave slightly negative sums above the highest level.
             let each = (took + k * took_each).max(TINY) / all.met.max(TINY);
-            // One logarithm serves N·ln E and N·ln of the mean. A request that is about to leave counts only in the
-            // first of these two N, but a second logarithm is not worth its time.
-            let score = (gain + met * log - log_met - all.left * (effort * each).max(TINY).ln()) / weight;
+            let departures = gain - all.left * effort.max(TINY).ln();
+            let arrivals = met * log - log_met - all.left * each.ln();
+            let score = (departures + alpha * arrivals) / weight - log;
             best = if score > best { score } else { best };
             self.scores.push((score, effort));
             let (running_time, running_left) =
@@ -260,11 +291,31 @@ impl Levels {
             left -= row.left + running_left;
             last_log = *log;
         }
-        let knee = self.scores.iter().position(|(score, _)| *score >= best - DOUBT)?;
+        let many = arrivals_times_level > MANY * all.met;
+        let (one, _) = self.scores.first()?;
+        let knee = if many && *one >= best - (DOUBT + CLEARLY * all.left / weight) {
+            0
+        } else {
+            self.scores.iter().position(|(score, _)| *score >= best - DOUBT)?
+        };
         let (_, effort) = self.scores.get(knee)?;
         let base = (effort / all.left).clamp(1.0, f64::from(MAX_LATENCY_US));
         let knee = u16::try_from(knee + 1).unwrap_or(MAX_KNEE);
         Some(Capacity { base_us: base as u32, knee, open: self.beyond.is_open(self.latest) })
+    }
+
+    /// Returns α, the weight of the second likelihood, according to the level up to the knee whose latencies vary least.
+    fn steadiness(&self, weight: f64) -> f64 {
+        let Some(fit) = self.fit.filter(|fit| fit.knee <= STEADY_KNEE) else { return 1.0 };
+        // Levels with at least one full observation.
+        let known = self.rows.iter().take(fit.knee.into()).filter(|row| row.met > weight && row.took > 0.0);
+        let variation = known
+            .map(|row| {
+                let squared = (row.squares * row.met / (row.took * row.took) - 1.0).max(0.0);
+                squared + ASSUMED * weight / row.met
+            })
+            .fold(f64::INFINITY, f64::min);
+        (STEADY / variation).clamp(1.0, MOST_STEADY)
     }
 
     /// Time that the level has lasted, microseconds.
@@ -288,7 +339,7 @@ impl Levels {
             return weight;
         }
         for row in &mut self.rows {
-            for sum in [&mut row.time, &mut row.left, &mut row.met, &mut row.took] {
+            for sum in [&mut row.time, &mut row.left, &mut row.met, &mut row.took, &mut row.squares] {
                 *sum /= weight;
             }
         }
