@@ -47,6 +47,7 @@ mod predicted;
 mod probes;
 mod rank;
 pub mod reuse;
+mod sent;
 mod settings;
 
 pub use choose::Ranking;
@@ -58,6 +59,7 @@ use predicted::{Predicted, Trials};
 use probes::{Clock, GROWING_MS};
 use rank::{Order, Scored, Theta, lowest_with_slow_start};
 use reuse::{reuse_budget, round_randomly};
+use sent::Sent;
 pub use settings::{Budget, HotRule, MAX_HISTORY, MAX_POOL, PoolSettings};
 use settings::{CROWD, FULL_SHARE};
 
@@ -358,6 +360,7 @@ impl PoolState {
             pick.placement = entry.placement();
             // RIF compensation (§4): this request is on its way to the replica.
             entry.rif = entry.rif.saturating_add(1);
+            entry.sent.count(now);
             entry.chosen = picks;
             entry.uses_left = entry.uses_left.saturating_sub(1);
             let (chosen, used_up) = (entry.endpoint, entry.uses_left == 0);
@@ -409,12 +412,15 @@ impl PoolState {
         let known = old.map(|old| old.placement());
         let placement = known.filter(|known| self.newer(known, &placement)).unwrap_or(placement);
         self.trials.reported(endpoint, load.capacity);
-        let entry = Entry::new(settings, endpoint, load, placement, stamp);
+        let mut entry = Entry::new(settings, endpoint, load, placement, stamp);
         if let Some(old) = old {
             self.noise.reported(&old, &entry);
         }
         if load.source == Source::Probe || !settings.theta_of_probes {
             self.remember_rif(settings, stamp, entry.load());
+        }
+        if let Some(old) = old.filter(|_| load.source == Source::Response) {
+            entry.rif = entry.rif.saturating_add(old.sent.uncounted(now));
         }
         if self.is_cooling_down(endpoint, stamp) || !placement.is_in_use(self.samples, self.members) {
             return;
@@ -455,6 +461,7 @@ impl PoolState {
             share: FULL_SHARE,
             failing: 0,
             open: 0,
+            sent: Sent::default(),
         };
         self.insert(settings, stamp, entry);
     }
@@ -462,7 +469,7 @@ impl PoolState {
     fn insert(&mut self, settings: &PoolSettings, stamp: Stamp, entry: Entry) {
         let endpoint = entry.endpoint;
         if let Some(old) = self.entries_mut().iter_mut().find(|old| old.endpoint == endpoint) {
-            *old = Entry { chosen: old.chosen, ..entry };
+            *old = Entry { chosen: old.chosen, sent: old.sent, ..entry };
             return;
         }
         self.new_since_pick = self.new_since_pick.saturating_add(1).min(MAX_RATE);
@@ -676,7 +683,7 @@ impl Clone for PoolState {
 }
 
 impl Blob for PoolState {
-    const TAG: Tag = Tag::of_release(0x7072_6571, 13); // "preq"
+    const TAG: Tag = Tag::of_release(0x7072_6571, 14); // "preq"
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
         let mut state = Self::zeroed();

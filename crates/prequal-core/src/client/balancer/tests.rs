@@ -387,8 +387,9 @@ fn the_ejection_table_is_read_only_after_changes() {
             let mut request = worker.begin(ms(at), &[], true, &mut rng);
             let served = request.pick.replica.map(number).expect("a pool");
             assert!(!ejected.contains(&served));
-            let proxy = Proxy(at, Some(replica(served)), Class::Answer, 1);
-            worker.response(ms(at), &mut request, false, Some(Ok(report(served, 1, 10))), &proxy);
+            // The report counts the request.
+            let proxy = Proxy(at + 1, Some(replica(served)), Class::Answer, 1);
+            worker.response(ms(at + 1), &mut request, false, Some(Ok(report(served, 1, 10))), &proxy);
             worker.ended(request, true, false, &proxy);
         }
         // Reports of an ejected replica are kept out of the pool as well.

@@ -2,6 +2,7 @@
 
 use rand::Rng;
 
+use super::sent::Sent;
 use super::{FULL_SHARE, PoolSettings};
 use crate::client::members::Placement;
 use crate::shared::capacity::Capacity;
@@ -46,6 +47,8 @@ pub(super) struct Entry {
     pub(super) failing: u16,
     /// 1 if the knee may be higher.
     pub(super) open: u16,
+    /// Its latest requests.
+    pub(super) sent: Sent,
 }
 
 impl Entry {
@@ -72,6 +75,7 @@ impl Entry {
             unproven: 0,
             failing: load.failing,
             open: capacity.open.into(),
+            sent: Sent::default(),
         }
     }
 

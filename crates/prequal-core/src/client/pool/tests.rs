@@ -168,8 +168,25 @@ fn failures_elsewhere_are_the_median_of_the_other_reports() {
 
 #[test]
 fn the_blob_is_small() {
-    assert!(size_of::<PoolState>() <= 7840, "{}", size_of::<PoolState>());
+    assert!(size_of::<PoolState>() <= 8864, "{}", size_of::<PoolState>());
     assert!(PoolState::new().encode().len() <= 1184, "{}", PoolState::new().encode().len());
+}
+
+#[test]
+fn a_report_on_a_response_does_not_count_requests_that_are_on_their_way() {
+    let rif_after = |source, after_us: u64| {
+        let mut scene = Scene::new(plain());
+        (0..2).for_each(|n| scene.report(0, n, 0, Some(20)));
+        let chosen = scene.pick_predicted(10).replica.expect("a pool");
+        let load = Load { source, ..Load::at_face_value(3, Some(20_000)) };
+        let at = Micros(ms(10).0 + after_us);
+        let Scene { settings, pool, rng } = &mut scene;
+        pool.record(settings, at, chosen, load, placement(0, 1.0), rng);
+        pool.candidates(at).find(|entry| entry.endpoint == chosen).map(|entry| entry.rif)
+    };
+    assert_eq!(rif_after(Source::Response, 300), Some(4));
+    assert_eq!(rif_after(Source::Response, 1000), Some(3));
+    assert_eq!(rif_after(Source::Probe, 300), Some(3), "as in the paper");
 }
 
 #[test]

@@ -50,6 +50,8 @@ struct State {
 #[derive(Default)]
 struct Truth {
     reports: Vec<Reported>,
+    /// Replicas chosen, and when, milliseconds.
+    chosen: Vec<(Endpoint, u64)>,
     /// Number of the report behind each pool entry when the pool was last written.
     entries: BTreeMap<Endpoint, usize>,
     /// Number of compared pool entries for which requests had been sent since the report.
@@ -74,6 +76,8 @@ struct Reported {
     rif: u32,
     /// Requests sent because of it.
     sent: u32,
+    /// Time at which a response brought it, milliseconds; `None` for a probe.
+    response_at: Option<u64>,
     recorded: bool,
 }
 
@@ -126,11 +130,19 @@ impl State {
         numbered.collect()
     }
 
-    /// Checks that the pool adds to a report's RIF exactly the requests sent since.
+    /// Checks that the pool adds to a report's RIF the requests sent since. If a response brought the report, another
+    /// worker may have sent requests before the report was recorded.
     fn compare(&mut self) {
         for (number, entry) in self.entries(self.now) {
             let reported = &self.truth.reports[number];
-            assert_eq!(entry.rif, reported.rif + reported.sent, "report {number} of {}", entry.endpoint);
+            let meanwhile = reported.response_at.map_or(0, |response_at| {
+                let later =
+                    |(replica, at): &&(Endpoint, u64)| *replica == entry.endpoint && *at >= response_at;
+                self.truth.chosen.iter().filter(later).count() as u32
+            });
+            let sent = reported.sent..=reported.sent + meanwhile;
+            let added = entry.rif - reported.rif;
+            assert!(sent.contains(&added), "report {number} of {}: {added}, not {sent:?}", entry.endpoint);
             self.truth.compensated += u32::from(reported.sent > 0);
         }
     }
@@ -282,10 +294,10 @@ impl<'a> Worker<'a> {
         replica(self.rng.random_range(GOOD))
     }
 
-    fn make_report(&mut self, endpoint: Endpoint) -> (usize, LoadReport) {
+    fn make_report(&mut self, endpoint: Endpoint, response_at: Option<u64>) -> (usize, LoadReport) {
         let rif = self.rng.random_range(0..30);
         let reports = &mut self.seat.state().truth.reports;
-        reports.push(Reported { rif, ..Reported::default() });
+        reports.push(Reported { rif, response_at, ..Reported::default() });
         let reported = LoadReport::parse(format!("{rif};{};{endpoint}", reports.len())).unwrap();
         (reports.len() - 1, reported)
     }
@@ -335,6 +347,7 @@ impl<'a> Worker<'a> {
             if let (true, Some((number, _))) = (written, entry) {
                 state.truth.reports[*number].sent += 1;
             }
+            state.truth.chosen.extend(pick.replica.map(|replica| (replica, now)));
             state.truth.picks += u32::from(written);
             state.truth.addressed += pick.probes.addressed;
             let Truth { addressed, picks, .. } = state.truth;
@@ -353,7 +366,7 @@ impl<'a> Worker<'a> {
         }
         let served = chosen.filter(|_| !self.is(REFUSED, chosen)).unwrap_or_else(|| self.good());
         let failed = self.fails(chosen);
-        let (number, reported) = self.make_report(served);
+        let (number, reported) = self.make_report(served, Some(now));
         let proxy = Proxy(now, Some(served), Class::Answer, 1);
         let Open(request, begun) = &mut self.open[index];
         self.balancer.response(ms(now), request, failed, Some(Ok(reported)), &proxy);
@@ -400,7 +413,7 @@ impl<'a> Worker<'a> {
             return self.balancer.replied(ms(now), asked, false, Err(ProbeEnd::Timeout));
         }
         let named = named.filter(|_| !leaves).unwrap_or_else(|| self.good());
-        let (number, report) = self.make_report(named);
+        let (number, report) = self.make_report(named, None);
         let answer =
             self.balancer.replied(ms(now), asked, false, Ok(Reply { report: Ok(report), host: None }));
         if answer.is_some() {
