@@ -25,6 +25,7 @@ const WEIGHTED_BAND: f32 = 2.0;
 /// of 2 means 1.4 times as many requests in flight. Unless homes get most of the requests with their hints, no replica
 /// keeps a hint's data in its cache. With 4, caches are hit slightly more often, but the longest waits are 1.5 times as
 /// long.
+/// While most replicas are congested, the limit is the square root of this, because the cost is then the latency.
 const HOME: f32 = 2.0;
 /// Credit for trials that every pick adds, in multiples of the lowest cost: at most one request in a thousand goes to a
 /// replica that looks twice as slow.
@@ -52,6 +53,8 @@ const FRESH_COSTS: f32 = 2.0;
 /// A base latency counts as at least the pool's median base latency divided by this. No fleet needs finer distinctions.
 /// A replica that reports almost no latency then gets a few requests more than the others, but not all of them.
 const FASTEST: u32 = 32;
+/// A replica with this many times its knee in flight is congested.
+const CONGESTED: u32 = 3;
 /// Below the knee, having waited for a whole round of turns outweighs this many requests in flight.
 const TURN: u32 = 5;
 /// Upper bound of a credit: more than the slowest replica at the highest RIF could cost.
@@ -62,8 +65,14 @@ pub(super) struct Predicted {
     /// Base latency assumed for a replica that has not reported one.
     unknown_us: u32,
     lowest: f32,
+    /// Whether most replicas are congested. Each replica then has so many requests that its reports show its rate, but
+    /// not its knee: a knee of 1 with a base latency of 5 ms, and one of 24 with 120 ms, are equally plausible. So only
+    /// the latency counts, which depends on the rate, and the knee decides nothing.
+    congested: bool,
     /// Entries up to this multiple of the lowest cost count as equal.
     band: f32,
+    /// A home may cost this multiple of the lowest cost.
+    home: f32,
     /// Where weights differ, this replaces every knee: the highest knee relative to its replica's weight. A replica
     /// with three times the weight in Envoy can show a knee three times as high only if it gets three times as many
     /// requests.
@@ -85,10 +94,13 @@ impl Predicted {
     /// The rule for `entries`, whose base latencies have the error `noise`.
     pub(super) fn over(entries: &[Entry], picks: u16, noise: &Noise, now: Stamp) -> Self {
         let summary = Summary::of(entries);
+        let congested = summary.congested * 2 > entries.len() && !summary.uneven;
         let mut rule = Self {
             unknown_us: summary.usual_base_us(entries),
             lowest: f32::MAX,
+            congested,
             band: if summary.uneven { WEIGHTED_BAND } else { BAND * (1.0 + noise.error()) },
+            home: if congested { HOME.sqrt() } else { HOME },
             weighted_knee: None,
             usual_knee: summary.usual_knee(entries),
             least_us: summary.least_base_us(entries),
@@ -131,7 +143,11 @@ impl Predicted {
     }
 
     fn cost(&self, entry: &Entry) -> f32 {
-        self.capacity(entry).cost(entry.load())
+        self.cost_at(self.capacity(entry), entry.load())
+    }
+
+    fn cost_at(&self, capacity: Capacity, load: u32) -> f32 {
+        if self.congested { capacity.latency_us(load) as f32 } else { capacity.cost(load) }
     }
 
     fn is_equal(&self, cost: f32) -> bool {
@@ -242,7 +258,7 @@ impl Order for Predicted {
 
     fn rank(&self, entry: &Entry, rng: &mut impl Rng) -> PredictedRank {
         let (capacity, requests) = (self.capacity(entry), entry.load());
-        let cost = capacity.cost(requests);
+        let cost = self.cost_at(capacity, requests);
         if !self.is_equal(cost) {
             // Costs are positive, so their bits sort in the same order, and the sign is 0.
             return BEYOND | u64::from(cost.to_bits()) << 32;
@@ -250,7 +266,7 @@ impl Order for Predicted {
         let knee = u32::from(capacity.knee);
         let load = match self.weighted_knee {
             Some(_) => entry.draw(rng),
-            None if requests < knee => 0,
+            None if requests < knee && !self.congested => 0,
             None => entry.rif.into(),
         };
         // The higher the knee, the less the age of a report matters.
@@ -285,7 +301,7 @@ impl Order for AtHome<'_> {
     fn rank(&self, entry: &Entry, rng: &mut impl Rng) -> Self::Rank {
         let home = self.answers.iter().find(|answer| answer.replica == entry.endpoint);
         let home = home.and_then(|answer| answer.home);
-        let home = home.filter(|_| self.rule.cost(entry) <= self.rule.lowest * HOME);
+        let home = home.filter(|_| self.rule.cost(entry) <= self.rule.lowest * self.rule.home);
         (home.unwrap_or(u8::MAX), self.rule.rank(entry, rng))
     }
 
@@ -306,6 +322,8 @@ struct Summary {
     open: bool,
     /// Whether weights differ.
     uneven: bool,
+    /// Number of congested replicas.
+    congested: usize,
     /// The lowest and the highest of the known base latencies.
     least_us: u32,
     most_us: u32,
@@ -314,12 +332,14 @@ struct Summary {
 impl Summary {
     fn of(entries: &[Entry]) -> Self {
         let weight = entries.first().map_or(Placement::UNIT, |first| first.weight);
-        let mut all = Self { unknown: false, open: false, uneven: false, least_us: UNKNOWN, most_us: 0 };
+        let mut all =
+            Self { unknown: false, open: false, uneven: false, congested: 0, least_us: UNKNOWN, most_us: 0 };
         for entry in entries {
             let unknown = entry.base_us == UNKNOWN;
             all.unknown |= unknown;
             all.open |= entry.open != 0;
             all.uneven |= entry.weight != weight;
+            all.congested += usize::from(u32::from(entry.rif) >= CONGESTED * u32::from(entry.knee));
             all.least_us = all.least_us.min(entry.base_us);
             all.most_us = all.most_us.max(if unknown { 0 } else { entry.base_us });
         }

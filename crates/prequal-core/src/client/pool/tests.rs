@@ -963,6 +963,26 @@ fn a_home_of_the_hint_is_chosen_unless_it_costs_twice_as_much() {
 }
 
 #[test]
+fn in_a_congested_pool_a_high_knee_attracts_no_requests() {
+    // All serve 200 requests a second. The knees differ only by chance.
+    let picks = |rif: u32| {
+        shares::<4>(&mut Scene::new(plain()), 1000, |n| {
+            let (base_us, knee, rif) = if n == 0 { (120_000, 24, rif + 4) } else { (5000, 1, rif) };
+            let capacity = Some(Capacity { base_us, knee, open: false });
+            (Load { capacity, ..Load::at_face_value(rif, Some(base_us)) }, placement(0, 1.0))
+        })
+    };
+    assert!(picks(20)[0] <= 2, "{:?}", picks(20));
+    // Only the one replica is far from its knee.
+    let capacity = |base_us, knee| Some(Capacity { base_us, knee, open: false });
+    let idle = shares::<2>(&mut Scene::new(plain()), 1000, |n| {
+        let (capacity, rif) = if n == 0 { (capacity(60_000, 24), 3) } else { (capacity(20_000, 1), 9) };
+        (Load { capacity, ..Load::at_face_value(rif, Some(20_000)) }, placement(0, 1.0))
+    });
+    assert!(idle[1] <= 2, "{idle:?}");
+}
+
+#[test]
 fn by_predicted_latency_equals_share_by_weight_and_a_slow_heavy_one_is_avoided() {
     let slow_first = |slow_ms: u32| {
         shares::<4>(&mut Scene::new(plain()), 8000, |n| {
