@@ -59,6 +59,12 @@ impl Point {
     }
 }
 
+/// A fleet as in [`fleet`], whose `users` wait for each response before they send their next query.
+fn closed(label: &str, kinds: &[(usize, usize, f64)], sizes: Sizes, users: usize) -> Point {
+    fleet(&format!("{label}, {users} users"), kinds, sizes, 0.0)
+        .with(|scenario| scenario.load = SimLoad::Closed { users })
+}
+
 fn on_one_core(scenario: &mut SimScenario) {
     for server in &mut scenario.servers {
         server.service = SimService::Cpu { cores: 1.0, spare: Spare::None };
@@ -161,6 +167,11 @@ fn all() -> Vec<Point> {
             .with(|scenario| scenario.measured = 120.0),
         fleet("10 × 1 core, exactly 20, 80 %", &[(10, NO_QUEUE, 20.0)], Exact, 400.0).with(on_one_core),
         fleet("10 × 1 core, exp 20, 80 %", &[(10, NO_QUEUE, 20.0)], Exponential, 400.0).with(on_one_core),
+        fleet("5 × 1 at 20, 5 × 1 at 40, exactly, 80 %", &[(5, 1, 20.0), (5, 1, 40.0)], Exact, 300.0),
+        // Closed loops, as of load generators with a fixed number of connections. Every replica is saturated.
+        closed("8 × 4, exp 20", &[(8, 4, 20.0)], Exponential, 200),
+        closed("8 × 4, exactly 20", &[(8, 4, 20.0)], Exact, 100),
+        closed("8 × 1 core, exactly 10", &[(8, NO_QUEUE, 10.0)], Exact, 100).with(on_one_core),
         // Fleets for which a pool of 128 reports is large enough, but one of 24 is not. They have one client or few.
         fleet("90 × 1, exp 140, 70 %", &[(90, 1, 140.0)], Exponential, 450.0),
         fleet("70 × 1, exp 140, 70 %, 2 clients", &[(70, 1, 140.0)], Exponential, 350.0).clients(2),
