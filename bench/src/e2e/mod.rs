@@ -116,6 +116,7 @@ pub(crate) async fn run(what: &EndToEnd) -> Result<ExitCode> {
         EndToEnd::Constant(run) => never_worse(never_worse::constant, run, 60).await,
         EndToEnd::Idle(run) => never_worse(never_worse::idle, run, 20).await,
         EndToEnd::Fleet(fleet) => {
+            fleet.check()?;
             never_worse(|seconds| never_worse::any(fleet, seconds), &fleet.run, 60).await
         }
     }

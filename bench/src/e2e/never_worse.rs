@@ -2,7 +2,8 @@
 //! two kinds of replicas, constant or varying service times, and a load that makes requests wait.
 //!
 //! A replica serves a limited number of requests at a time, and any number may wait. Requests arrive open loop
-//! (Poisson), through one Envoy with two workers or spread over four with one worker each.
+//! (Poisson), through one Envoy with two workers or spread over four with one worker each. `fleet` can also run a closed
+//! loop through one Envoy, in which a fixed number of connections saturates the replicas.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -52,10 +53,26 @@ pub(crate) struct Any {
     #[arg(long, value_name = "GROUP")]
     and: Vec<ReplicaGroup>,
     /// Load as a fraction of what the whole fleet can serve
-    #[arg(long, value_name = "PART", value_parser = load)]
-    load: f64,
+    #[arg(long, value_name = "PART", value_parser = load, required_unless_present = "connections")]
+    load: Option<f64>,
+    /// Closed loop, in place of --load: number of connections, each of which sends its next request once the previous
+    /// one is answered. Needs --envoys 1
+    #[arg(long, value_name = "COUNT", conflicts_with = "load", value_parser = clap::value_parser!(u16).range(1..=1000))]
+    connections: Option<u16>,
     #[command(flatten)]
     pub(super) run: RunArgs,
+}
+
+impl Any {
+    /// Refuses combinations of options that the command line's parser cannot refuse.
+    pub(super) fn check(&self) -> Result<()> {
+        let one = self.run.envoys.list() == [1];
+        ensure!(
+            self.connections.is_none() || one,
+            "--connections needs --envoys 1: all connections go to one Envoy"
+        );
+        Ok(())
+    }
 }
 
 /// Identical replicas.
@@ -163,9 +180,22 @@ pub(super) fn any(fleet: &Any, seconds: Duration) -> Scenario {
     let first = ReplicaGroup { replicas: fleet.replicas, slots: fleet.slots, times: fleet.service };
     let groups: Vec<ReplicaGroup> = std::iter::once(first).chain(fleet.and.iter().copied()).collect();
     let capacity: f64 = groups.iter().map(|group| group.capacity()).sum();
-    let per_second = (fleet.load * capacity).round().max(1.0) as u32;
+    let per_second = (fleet.load.unwrap_or_default() * capacity).round().max(1.0) as u32;
     let marked = (!fleet.and.is_empty()).then_some("the other kinds");
-    scenario("fleet", &groups, per_second, marked, seconds)
+    let open = scenario("fleet", &groups, per_second, marked, seconds);
+    match fleet.connections {
+        Some(connections) => Scenario {
+            title: format!("{}; {connections} closed-loop connections", text(&groups)),
+            load: Load::Closed { connections: connections.into() },
+            ..open
+        },
+        None => open,
+    }
+}
+
+fn text(groups: &[ReplicaGroup]) -> String {
+    let texts: Vec<String> = groups.iter().map(|group| group.text()).collect();
+    texts.join(", and ")
 }
 
 /// A run of `seconds` after [`FIRST`]. With a label, all replicas but those of the first group are marked.
@@ -177,7 +207,6 @@ fn scenario(
     seconds: Duration,
 ) -> Scenario {
     let capacity: f64 = groups.iter().map(|group| group.capacity()).sum();
-    let texts: Vec<String> = groups.iter().map(|group| group.text()).collect();
     let fleet = groups
         .iter()
         .fold(Fleet::default(), |fleet, group| fleet.and(usize::from(group.replicas), group.replica()));
@@ -186,7 +215,7 @@ fn scenario(
         name: name.to_owned(),
         title: format!(
             "{}; {per_second} requests/s Poisson, {:.0} % load",
-            texts.join(", and "),
+            text(groups),
             f64::from(per_second) / capacity * 100.0
         ),
         fleet,
@@ -263,6 +292,14 @@ mod tests {
     }
 
     #[test]
+    fn any_fleet_can_be_saturated_by_a_closed_loop() {
+        let scenario =
+            parsed("--replicas 8 --slots 4 --service exact:20 --connections 100 --envoys 1").unwrap();
+        assert_eq!(scenario.title, "8 replicas with 4 slots, exactly 20 ms; 100 closed-loop connections");
+        assert!(matches!(scenario.load, Load::Closed { connections: 100 }));
+    }
+
+    #[test]
     fn an_invalid_fleet_is_refused_with_the_reason() {
         let usual = "--replicas 2 --slots 3 --service exp:20 --load 0.9";
         for (from, to, reason) in [
@@ -270,6 +307,8 @@ mod tests {
             ("0.9", "1.0", "from 1 on the queues only grow"),
             ("0.9", "much", "`much` is not a number"),
             ("--replicas 2", "--replicas 0", "0 is not in 1..=100"),
+            ("--load", "--connections 9 --load", "cannot be used with"),
+            ("--load 0.9", "", "--load <PART>"),
             ("--load", "--and 2:exp:40 --load", "REPLICASxSLOTS:TIMES"),
             ("--load", "--and 0x1:exp:40 --load", "from 1 to 100 replicas, not 0"),
             ("--load", "--and 2x1:exp --load", "no `:`"),
