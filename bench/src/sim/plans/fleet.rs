@@ -376,7 +376,7 @@ pub(super) fn budget(length: RunLength) -> Experiment {
             Metric { name: "probes_per_s", of: |scenario, run, _| run.probes as f64 / scenario.measured },
         ]),
         columns: vec![
-            ("age p99 ms", OWN, whole),
+            ("age p99 ms", OWN, |age| if age < f64::from(u32::MAX) { whole(age) } else { "∞".to_owned() }),
             ("probes/s", OWN + 1, one),
             ("probes/query", PROBES, two),
             ("p99 ms", P99, ms),

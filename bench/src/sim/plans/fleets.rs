@@ -59,7 +59,7 @@ impl Point {
     }
 }
 
-/// A fleet as in [`fleet`], whose `users` wait for each response before they send their next query.
+/// A fleet as in [`fleet()`], whose `users` wait for each response before they send their next query.
 fn closed(label: &str, kinds: &[(usize, usize, f64)], sizes: Sizes, users: usize) -> Point {
     fleet(&format!("{label}, {users} users"), kinds, sizes, 0.0)
         .with(|scenario| scenario.load = SimLoad::Closed { users })

@@ -18,7 +18,7 @@
 //! For the same reason, where many requests are in flight, a knee must explain each response clearly better than none
 //! does: K is 1 if its score is within 0.5 + 0.005·N of the best.
 //!
-//! α is 1 unless latencies vary far less than exponential ones ([`Levels::steadiness`]). With one slot and constant
+//! α is 1 unless latencies vary far less than exponential ones (`Levels::steadiness`). With one slot and constant
 //! service times, a request that has just begun does not leave soon, so departures seem to say that two requests are
 //! served at once. Latencies are then the better evidence.
 //!
