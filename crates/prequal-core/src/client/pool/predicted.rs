@@ -24,8 +24,7 @@ const WEIGHTED_BAND: f32 = 2.0;
 /// A home of the request's hint gets the request up to this cost, in multiples of the lowest. Beyond the knee, a cost
 /// of 2 means 1.4 times as many requests in flight. Unless homes get most of the requests with their hints, no replica
 /// keeps a hint's data in its cache. With 4, caches are hit slightly more often, but the longest waits are 1.5 times as
-/// long.
-/// While most replicas are congested, the limit is the square root of this, because the cost is then the latency.
+/// long. While most replicas are congested, the limit is the square root of this, because the cost is then the latency.
 const HOME: f32 = 2.0;
 /// Credit for trials that every pick adds, in multiples of the lowest cost: at most one request in a thousand goes to a
 /// replica that looks twice as slow.
@@ -242,7 +241,7 @@ impl Trials {
 
 /// Rank of an entry. The first criterion is whether its cost is beyond the band. Entries beyond the band are ranked by
 /// cost, the others by requests in flight, then by the age of the report, then by turn. A replica below its knee serves
-/// every request at once, so its RIF counts as zero and turns decide. Where all requests take the same time, even
+/// every request at once, so its RIF counts as zero and turns decide, unless most replicas are congested. Where all requests take the same time, even
 /// spacing of requests keeps queues short, as in round robin.
 ///
 /// The parts are packed into one number, from the highest bit down: one bit for the first, 31 for the second, 32 for

@@ -3,6 +3,9 @@
 //! A report on a response does not count the requests that reached the replica after the response had left it. At the
 //! moment of a burst of responses, many requests are on their way, because each response lets a client send its next
 //! request. If each report replaced the RIF in the pool, all of them would go to this replica.
+//!
+//! This module says how many of the pool's own requests such a report has missed. It assumes one round trip for all
+//! replicas, and does not know the requests of other Envoys.
 
 use crate::shared::time::Micros;
 

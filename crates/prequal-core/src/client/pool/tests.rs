@@ -181,7 +181,8 @@ fn a_report_on_a_response_does_not_count_requests_that_are_on_their_way() {
         let load = Load { source, ..Load::at_face_value(3, Some(20_000)) };
         let at = Micros(ms(10).0 + after_us);
         let Scene { settings, pool, rng } = &mut scene;
-        pool.record(settings, at, chosen, load, placement(0, 1.0), rng);
+        // Twice, as in a burst: the second report has missed the request, too.
+        (0..2).for_each(|_| pool.record(settings, at, chosen, load, placement(0, 1.0), rng));
         pool.candidates(at).find(|entry| entry.endpoint == chosen).map(|entry| entry.rif)
     };
     assert_eq!(rif_after(Source::Response, 300), Some(4));
@@ -942,24 +943,30 @@ fn among_answers_the_lowest_predicted_latency_wins() {
 
 #[test]
 fn a_home_of_the_hint_is_chosen_unless_it_costs_twice_as_much() {
-    let answer = |n, rif, home| {
-        let capacity = Some(Capacity { base_us: 20_000, knee: 1, open: false });
+    let answer = |knee, n, rif, home| {
+        let capacity = Some(Capacity { base_us: 20_000, knee, open: false });
         let load = Load { capacity, ..Load::at_face_value(rif, Some(20_000)) };
         crate::client::sync_mode::Answer { replica: replica(n), load, placement: Placement::even(0), home }
     };
-    let among = |first: u32, second: u32, other: u32| {
+    let among_knees = |knee, first: u32, second: u32, other: u32| {
         let Scene { settings, mut pool, mut rng } = Scene::new(plain());
+        let answer = |n, rif, home| answer(knee, n, rif, home);
         let answers = [answer(0, other, None), answer(1, second, Some(1)), answer(2, first, Some(0))];
         let pick = pool.pick_among(&settings, ms(0), &answers, Ranking::Predicted, &mut rng);
         let next = pool.runner_up(&settings, ms(0), replica(2), &answers, Ranking::Predicted, &mut rng);
         assert_eq!(pick.branch, Branch::Sync);
         (pick.replica, next)
     };
+    // All are congested, so the limit for a home is lower, and the cost does not grow with the square.
+    let among = |first, second, other| among_knees(1, first, second, other);
     assert_eq!(among(4, 4, 4), (Some(replica(2)), Some(replica(1))));
     // A home may cost twice as much as the best replica: 7² is less than twice 5², and 8² is more.
     assert_eq!(among(6, 7, 4), (Some(replica(2)), Some(replica(0))));
     assert_eq!(among(7, 6, 4).0, Some(replica(1)), "the second home");
     assert_eq!(among(7, 7, 4).0, Some(replica(0)));
+    // None is congested: 11² is less than twice 8², and 12² is more.
+    assert_eq!(among_knees(4, 10, 11, 7), (Some(replica(2)), Some(replica(0))));
+    assert_eq!(among_knees(4, 11, 11, 7).0, Some(replica(0)));
 }
 
 #[test]
