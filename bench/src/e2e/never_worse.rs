@@ -297,6 +297,15 @@ mod tests {
             parsed("--replicas 8 --slots 4 --service exact:20 --connections 100 --envoys 1").unwrap();
         assert_eq!(scenario.title, "8 replicas with 4 slots, exactly 20 ms; 100 closed-loop connections");
         assert!(matches!(scenario.load, Load::Closed { connections: 100 }));
+
+        let checked = |envoys| {
+            let line =
+                format!("fleet --replicas 8 --slots 4 --service exact:20 --connections 9 --envoys {envoys}");
+            CommandLine::try_parse_from(line.split_whitespace()).expect("options").any.check()
+        };
+        assert!(checked("1").is_ok());
+        let error = checked("both").expect_err("two topologies").to_string();
+        assert!(error.contains("--envoys 1"), "{error}");
     }
 
     #[test]
