@@ -14,6 +14,7 @@ const (
 	mostSteady   = 16.0
 	steadyKnee   = 3
 	many         = 6.0
+	narrow       = 0.02
 	clearly      = 0.005
 	assumed      = 0.25
 	leastLeft    = 0.5
@@ -141,15 +142,17 @@ func (l *levels) capacity(now uint64, leaving bool) (capacity, bool) {
 func (l *levels) fitted(weight float64, running row) (capacity, bool) {
 	current := min(int(l.level), len(l.rows))
 	var all row
-	var logMet, tookEach, arrivalsTimesLevel float64
+	var logMet, tookEach, levels, squares float64
 	for i, r := range l.rows {
 		all.time += r.time
 		all.left += r.left
 		all.met += r.met
 		all.took += r.took
 		logMet += r.met * l.logs[i]
-		tookEach += r.took / float64(i+1)
-		arrivalsTimesLevel += r.met * float64(i+1)
+		level := float64(i + 1)
+		tookEach += r.took / level
+		levels += r.met * level
+		squares += r.met * level * level
 	}
 	if current > 0 {
 		all.time += running.time
@@ -159,6 +162,12 @@ func (l *levels) fitted(weight float64, running row) (capacity, bool) {
 		return capacity{}, false
 	}
 	alpha := l.steadiness(weight)
+	isMany := levels > many*all.met
+	isNarrow := squares*all.met < (1+narrow)*levels*levels
+	prior := 1.0
+	if isMany && !isNarrow {
+		prior = 0
+	}
 	time, left, met := all.time, all.left, all.met
 	var effort, took, gain, lastLog float64
 	best := math.Inf(-1)
@@ -174,7 +183,7 @@ func (l *levels) fitted(weight float64, running row) (capacity, bool) {
 		each := max(took+k*tookEach, tiny) / max(all.met, tiny)
 		departures := gain - all.left*math.Log(max(effort, tiny))
 		arrivals := met*log - logMet - all.left*math.Log(each)
-		s := (departures+alpha*arrivals)/weight - log
+		s := (departures+alpha*arrivals)/weight - prior*log
 		best = max(best, s)
 		l.scores = append(l.scores, score{s, effort})
 		if i+1 == current {
@@ -186,8 +195,8 @@ func (l *levels) fitted(weight float64, running row) (capacity, bool) {
 		}
 		lastLog = log
 	}
-	// Where many requests are in flight, a knee must explain more.
-	alone := arrivalsTimesLevel > many*all.met && l.scores[0].score >= best-(doubt+clearly*all.left/weight)
+	// Where the levels of many requests have a narrow spread, a knee must explain more.
+	alone := isMany && isNarrow && l.scores[0].score >= best-(doubt+clearly*all.left/weight)
 	for i, s := range l.scores {
 		if alone || s.score >= best-doubt {
 			base := min(max(s.effort/all.left, 1), maxLatencyUs)

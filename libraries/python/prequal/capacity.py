@@ -18,6 +18,7 @@ STEADY = 0.05
 MOST_STEADY = 16.0
 STEADY_KNEE = 3
 MANY = 6.0
+NARROW = 0.02
 CLEARLY = 0.005
 ASSUMED = 0.25
 LEAST = 0.5
@@ -142,7 +143,7 @@ class Levels:
         `weight` is the weight of the present. `running` and `leaves` are added to `time` and `left` of the current level.
         """
         current = min(self.level, len(self._rows))
-        time = left = met = took_all = log_met = took_each = arrivals_times_level = 0.0
+        time = left = met = took_all = log_met = took_each = levels = squares = 0.0
         for k, (row, log) in enumerate(zip(self._rows, self._logs), 1):
             time += row.time
             left += row.left
@@ -150,12 +151,15 @@ class Levels:
             took_all += row.took
             log_met += row.met * log
             took_each += row.took / k
-            arrivals_times_level += row.met * k
+            levels += row.met * k
+            squares += row.met * k * k
         if current > 0:
             time += running
             left += leaves
         all_left, all_met = left, max(met, TINY)
-        many = arrivals_times_level > MANY * met
+        many = levels > MANY * met
+        narrow = squares * met < (1.0 + NARROW) * levels * levels
+        prior = 0.0 if many and not narrow else 1.0
         if all_left < LEAST * weight:
             return None
         alpha = self._steadiness(weight)
@@ -172,7 +176,7 @@ class Levels:
             each = max(took + k * took_each, TINY) / all_met
             departures = gain - all_left * math.log(max(effort, TINY))
             arrivals = met * log - log_met - all_left * math.log(each)
-            score = (departures + alpha * arrivals) / weight - log
+            score = (departures + alpha * arrivals) / weight - prior * log
             best = max(best, score)
             scores.append((score, effort))
             if k == current:
@@ -182,8 +186,8 @@ class Levels:
                 time -= row.time
                 left -= row.left
             last_log = log
-        # Where many requests are in flight, a knee must explain more.
-        alone = many and scores[0][0] >= best - (DOUBT + CLEARLY * all_left / weight)
+        # Where the levels of many requests have a narrow spread, a knee must explain more.
+        alone = many and narrow and scores[0][0] >= best - (DOUBT + CLEARLY * all_left / weight)
         for k, (score, effort) in enumerate(scores, 1):
             if alone or score >= best - DOUBT:
                 base = min(max(effort / all_left, 1.0), float(MAX_LATENCY_US))

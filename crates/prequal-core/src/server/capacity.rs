@@ -15,8 +15,10 @@
 //! The score of `k` is ℓ + α·ℓ₂ − ln k. K is the smallest `k` whose score is within 0.5 of the best: a higher knee needs
 //! evidence. W is E(K) / N. The last term of the score is a prior without a scale. If all requests arrive while the
 //! replica is saturated, the data say nothing about K, and without the prior, K would be the highest level by chance.
-//! For the same reason, where many requests are in flight, a knee must explain each response clearly better than none
-//! does: K is 1 if its score is within 0.5 + 0.005·N of the best.
+//!
+//! Where many requests are in flight, the spread of the levels matters. If it is wide, the data suffice, and the prior
+//! is left out. If it is narrow, a knee must explain each response clearly better than none does: K is 1 if its score
+//! is within 0.5 + 0.005·N of the best.
 //!
 //! α is 1 unless latencies vary far less than exponential ones (`Levels::steadiness`). With one slot and constant
 //! service times, a request that has just begun does not leave soon, so departures seem to say that two requests are
@@ -47,10 +49,12 @@ const MOST_STEADY: f64 = 16.0;
 /// Highest knee at which α may exceed 1. With constant times and more slots, the knee is slightly too high, so that
 /// clients take turns for longer; that spaces requests evenly, which suits constant times.
 const STEADY_KNEE: u16 = 3;
-/// Mean level of arrivals above which a knee must explain more, and how much more per response. Clients that keep the
-/// RIF constant leave only small differences between the levels, and whether requests are served together decides
-/// those.
+/// Mean level of arrivals above which the spread of their levels matters.
 const MANY: f64 = 6.0;
+/// Squared coefficient of variation of these levels below which their spread is narrow, and how much more a knee must
+/// then explain per response. Clients that keep the RIF constant leave only small differences between the levels, and
+/// whether requests are served together decides those.
+const NARROW: f64 = 0.02;
 const CLEARLY: f64 = 0.005;
 /// Squared coefficient of variation that is assumed of one latency before any is known, as a multiple of its weight.
 const ASSUMED: f64 = 0.25;
@@ -247,15 +251,18 @@ impl Levels {
         let mut all = Row::default();
         // Σ n·ln r and Σ S / r over the levels not visited yet.
         let (mut log_met, mut took_each) = (0.0, 0.0);
-        let mut arrivals_times_level = 0.0;
+        // Σ n·r and Σ n·r².
+        let (mut levels, mut squares) = (0.0, 0.0);
         for (index, (row, log)) in self.rows.iter().zip(&self.logs).enumerate() {
+            let level = (index + 1) as f64;
             all.time += row.time;
             all.left += row.left;
             all.met += row.met;
             all.took += row.took;
             log_met += row.met * log;
-            took_each += row.took / (index + 1) as f64;
-            arrivals_times_level += row.met * (index + 1) as f64;
+            took_each += row.took / level;
+            levels += row.met * level;
+            squares += row.met * level * level;
         }
         if current > 0 {
             all.time += running.time;
@@ -265,6 +272,9 @@ impl Levels {
             return None;
         }
         let alpha = self.steadiness(weight);
+        let many = levels > MANY * all.met;
+        let narrow = squares * all.met < (1.0 + NARROW) * levels * levels;
+        let prior = if many && !narrow { 0.0 } else { 1.0 };
         let (mut time, mut left, mut met) = (all.time, all.left, all.met);
         let (mut effort, mut took, mut gain, mut last_log) = (0.0, 0.0, 0.0, 0.0);
         let mut best = f64::NEG_INFINITY;
@@ -282,7 +292,7 @@ impl Levels {
             let each = (took + k * took_each).max(TINY) / all.met.max(TINY);
             let departures = gain - all.left * effort.max(TINY).ln();
             let arrivals = met * log - log_met - all.left * each.ln();
-            let score = (departures + alpha * arrivals) / weight - log;
+            let score = (departures + alpha * arrivals) / weight - prior * log;
             best = if score > best { score } else { best };
             self.scores.push((score, effort));
             let (running_time, running_left) =
@@ -291,9 +301,8 @@ impl Levels {
             left -= row.left + running_left;
             last_log = *log;
         }
-        let many = arrivals_times_level > MANY * all.met;
         let (one, _) = self.scores.first()?;
-        let knee = if many && *one >= best - (DOUBT + CLEARLY * all.left / weight) {
+        let knee = if many && narrow && *one >= best - (DOUBT + CLEARLY * all.left / weight) {
             0
         } else {
             self.scores.iter().position(|(score, _)| *score >= best - DOUBT)?

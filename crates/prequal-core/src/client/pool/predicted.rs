@@ -241,8 +241,8 @@ impl Trials {
 
 /// Rank of an entry. The first criterion is whether its cost is beyond the band. Entries beyond the band are ranked by
 /// cost, the others by requests in flight, then by the age of the report, then by turn. A replica below its knee serves
-/// every request at once, so its RIF counts as zero and turns decide, unless most replicas are congested. Where all requests take the same time, even
-/// spacing of requests keeps queues short, as in round robin.
+/// every request at once, so its RIF counts as zero and turns decide, unless most replicas are congested. Where all
+/// requests take the same time, even spacing of requests keeps queues short, as in round robin.
 ///
 /// The parts are packed into one number, from the highest bit down: one bit for the first, 31 for the second, 32 for
 /// the others.

@@ -98,10 +98,10 @@ fn few_slots_with_constant_service_times_have_their_knee_at_their_number() {
     }
 }
 
-/// Share of the answers after which a replica reports a knee of more than twice its slots. Its clients always keep as
-/// many requests in flight as `in_flight` allows; the number changes with every 20th request.
-fn false_knees(slots: u16, in_flight: std::ops::RangeInclusive<usize>) -> f64 {
-    let (mut service, mut answers, mut higher) = (exponential(20.0), 0, 0);
+/// Knees that a replica reports after each of its answers. Its clients always keep as many requests in flight as
+/// `in_flight` allows; the number changes with every 20th request.
+fn knees(slots: u16, service_ms: f64, in_flight: std::ops::RangeInclusive<usize>) -> Vec<u16> {
+    let (mut service, mut knees) = (exponential(service_ms), Vec::new());
     for seed in 0..10 {
         let mut rng = SmallRng::seed_from_u64(seed);
         let mut tracker = tracker();
@@ -116,8 +116,7 @@ fn false_knees(slots: u16, in_flight: std::ops::RangeInclusive<usize>) -> f64 {
                 let (end, ticket) = open.remove(0);
                 now = now.max(end);
                 tracker.finish(ticket, Micros(now), Outcome::Success);
-                answers += 1;
-                higher += u32::from(tracker.capacity(Micros(now)).unwrap().knee > 2 * slots);
+                knees.push(tracker.capacity(Micros(now)).unwrap().knee);
             }
             now += rng.random_range(0..500);
             let slot = ends.iter_mut().min().unwrap();
@@ -126,14 +125,26 @@ fn false_knees(slots: u16, in_flight: std::ops::RangeInclusive<usize>) -> f64 {
         }
         open.into_iter().for_each(|(at, ticket)| _ = tracker.finish(ticket, Micros(at), Outcome::Aborted));
     }
-    f64::from(higher) / f64::from(answers)
+    knees
+}
+
+fn share(knees: &[u16], counts: impl Fn(u16) -> bool) -> f64 {
+    knees.iter().filter(|knee| counts(**knee)).count() as f64 / knees.len() as f64
 }
 
 #[test]
 fn a_replica_that_is_always_saturated_seldom_shows_a_knee() {
-    for (slots, in_flight, most) in [(1, 4..=8, 0.06), (4, 10..=14, 0.07), (4, 24..=26, 0.02)] {
-        let share = false_knees(slots, in_flight.clone());
-        assert!(share < most, "{slots} slots, {in_flight:?}: {share:.3}");
+    for (slots, in_flight, most) in [(1, 3..=6, 0.06), (4, 10..=14, 0.07), (4, 24..=26, 0.02)] {
+        let false_ones = share(&knees(slots, 20.0, in_flight.clone()), |knee| knee > 2 * slots);
+        assert!(false_ones < most, "{slots} slots, {in_flight:?}: {false_ones:.3}");
+    }
+}
+
+#[test]
+fn a_knee_among_many_requests_is_found_if_their_number_varies() {
+    for (service_ms, in_flight) in [(200.0, 8..=20), (100.0, 10..=20)] {
+        let missed = share(&knees(12, service_ms, in_flight.clone()), |knee| knee < 6);
+        assert!(missed < 0.03, "{service_ms} ms, {in_flight:?}: {missed:.3}");
     }
 }
 
