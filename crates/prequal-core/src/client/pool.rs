@@ -502,6 +502,12 @@ impl PoolState {
         (self.members, self.samples) = (members, samples);
     }
 
+    /// Whether the latest pick chose this replica. If a probe overtook that request, its reply would not count it, and
+    /// would replace a RIF that does.
+    pub fn is_latest_pick(&self, endpoint: Endpoint) -> bool {
+        self.entries().iter().any(|entry| entry.endpoint == endpoint && entry.chosen == self.picks)
+    }
+
     /// Whether the replica has a report younger than `age_ms`: probing it would add little.
     pub fn heard_within(&self, endpoint: Endpoint, now: Micros, age_ms: u32) -> bool {
         let stamp = now.stamp();

@@ -30,13 +30,17 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         if addressed > 0 {
             let Self { config, counters, journal, membership, .. } = self;
             // If only the reports of probes are used, the sample is uniform (paper §4). Otherwise most samples leave
-            // out replicas that have just reported. The other samples are uniform, so that a replica with frequent
-            // reports on responses is still probed, and a blocked path to its probe port is noticed.
+            // out replicas that have just reported, and the one that gets the request for which the probes are due. The
+            // other samples are uniform, so that a replica with frequent reports on responses is still probed, and a
+            // blocked path to its probe port is noticed.
             let spares_fresh = config.probe.piggyback && !rng.random_ratio(1, UNIFORM_SAMPLES);
-            let fresh_ms = if spares_fresh { config.pool.max_age_ms / 10 } else { 0 };
+            let fresh_ms = config.pool.max_age_ms / 10;
             let read = journal.pool.update(|pool| {
-                let fresh = |replica| pool.heard_within(replica, now, fresh_ms);
-                (membership.members().sample(addressed, &mut *rng, fresh), false)
+                let skip = |replica| {
+                    spares_fresh
+                        && (pool.heard_within(replica, now, fresh_ms) || pool.is_latest_pick(replica))
+                };
+                (membership.members().sample(addressed, &mut *rng, skip), false)
             });
             counters.updated(&read);
             targets = read.result;

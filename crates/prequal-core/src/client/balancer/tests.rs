@@ -370,6 +370,25 @@ fn probes_mostly_skip_replicas_with_fresh_reports_except_in_the_papers_profile()
 }
 
 #[test]
+fn the_replica_that_gets_the_request_is_seldom_probed_for_it() {
+    let mut balancer = balancer(config(Profile::Default, 5), &Memory);
+    let mut rng = rng();
+    let mut overtaken = 0;
+    for pick in 0..500 {
+        let at = pick * 300;
+        // All reports are old enough for another probe.
+        probe_all(&mut balancer, 5, at);
+        let request = balancer.begin(ms(at + 250), &[], true, &mut rng);
+        let chosen = request.pick.replica.expect("a pool");
+        let due = ProbesDue { addressed: 1, discovery: 0 };
+        let targets = balancer.targets(due, ms(at + 250), &mut rng);
+        overtaken += targets.iter().flatten().filter(|target| target.replica == chosen).count();
+    }
+    // One sample in 16 is uniform over the five replicas.
+    assert!(overtaken < 20, "{overtaken} of 500");
+}
+
+#[test]
 fn the_ejection_table_is_read_only_after_changes() {
     let host = Host::default();
     let [mut worker, mut other] = [(); 2].map(|()| balancer(config(Profile::Default, 8), &host.store()));
