@@ -1,7 +1,8 @@
 //! Fleets drawn at random: how often, and by how much, is Prequal worse than the best of Envoy's own policies?
 //!
-//! `random` has the fleets that the rule has been changed for, `heldout` the next ones, to which no setting was
-//! adapted. Faults other than a slow server are left out; `finagle`, `sinkhole` and `churn` have them.
+//! `random` has the fleets that the rule has been changed for. `heldout` has the next ones, with which later versions
+//! of the rule were compared. `unseen` has the ones after those, which were first run with the finished rule. Faults
+//! other than a slow server are left out; `finagle`, `sinkhole` and `churn` have them.
 
 use rand::rngs::SmallRng;
 use rand::seq::IndexedRandom as _;
@@ -144,7 +145,18 @@ pub(super) fn heldout(length: RunLength) -> Experiment {
         "heldout",
         "more fleets drawn at random, run only after the rule was changed",
         "The next 120 fleets of the generator of `random`. They were run for the first time after the last change \
-            that `random` had led to, so no setting is adapted to them.",
+            that `random` had led to. Later versions of the rule were compared with these fleets too.",
+    )
+}
+
+pub(super) fn unseen(length: RunLength) -> Experiment {
+    over_fleets(
+        2 * FLEETS,
+        length,
+        "unseen",
+        "yet more fleets drawn at random, which played no part in any choice",
+        "The 120 fleets after those of `heldout`. They were run for the first time with the finished rule, so no \
+            setting is adapted to them.",
     )
 }
 
@@ -262,7 +274,7 @@ mod tests {
     #[test]
     fn a_number_gives_the_same_fleet_every_time_and_all_are_within_the_stated_ranges() {
         let mut seen = Vec::new();
-        for number in 1..=2 * FLEETS {
+        for number in 1..=3 * FLEETS {
             let (point, again) = (drawn(number), drawn(number));
             assert_eq!(format!("{:?}", point.scenario), format!("{:?}", again.scenario));
             let servers = point.scenario.servers.len();
