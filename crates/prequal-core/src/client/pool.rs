@@ -502,10 +502,11 @@ impl PoolState {
         (self.members, self.samples) = (members, samples);
     }
 
-    /// Whether the latest pick chose this replica. If a probe overtook that request, its reply would not count it, and
-    /// would replace a RIF that does.
-    pub fn is_latest_pick(&self, endpoint: Endpoint) -> bool {
-        self.entries().iter().any(|entry| entry.endpoint == endpoint && entry.chosen == self.picks)
+    /// Whether the latest pick chose this replica, and its request is still on the way. If a probe overtook the
+    /// request, its reply would not count the request, and would replace a RIF that does.
+    pub(crate) fn is_latest_pick(&self, endpoint: Endpoint, now: Micros) -> bool {
+        let is_latest = |entry: &Entry| entry.chosen == self.picks && entry.sent.uncounted(now) > 0;
+        self.entries().iter().any(|entry| entry.endpoint == endpoint && is_latest(entry))
     }
 
     /// Whether the replica has a report younger than `age_ms`: probing it would add little.

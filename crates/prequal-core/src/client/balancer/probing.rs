@@ -38,7 +38,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             let read = journal.pool.update(|pool| {
                 let skip = |replica| {
                     spares_fresh
-                        && (pool.heard_within(replica, now, fresh_ms) || pool.is_latest_pick(replica))
+                        && (pool.heard_within(replica, now, fresh_ms) || pool.is_latest_pick(replica, now))
                 };
                 (membership.members().sample(addressed, &mut *rng, skip), false)
             });

@@ -369,23 +369,29 @@ fn probes_mostly_skip_replicas_with_fresh_reports_except_in_the_papers_profile()
     }
 }
 
-#[test]
-fn the_replica_that_gets_the_request_is_seldom_probed_for_it() {
+/// How many of 500 probes, each `after_ms` after a pick, go to the replica that was chosen.
+fn probes_of_the_chosen(after_ms: u64) -> usize {
     let mut balancer = balancer(config(Profile::Default, 5), &Memory);
     let mut rng = rng();
-    let mut overtaken = 0;
-    for pick in 0..500 {
-        let at = pick * 300;
+    let probe = |round| {
+        let at = round * 600;
         // All reports are old enough for another probe.
         probe_all(&mut balancer, 5, at);
         let request = balancer.begin(ms(at + 250), &[], true, &mut rng);
         let chosen = request.pick.replica.expect("a pool");
         let due = ProbesDue { addressed: 1, discovery: 0 };
-        let targets = balancer.targets(due, ms(at + 250), &mut rng);
-        overtaken += targets.iter().flatten().filter(|target| target.replica == chosen).count();
-    }
+        let targets = balancer.targets(due, ms(at + 250 + after_ms), &mut rng);
+        targets.iter().flatten().filter(|target| target.replica == chosen).count()
+    };
+    (0..500_u64).map(probe).sum()
+}
+
+#[test]
+fn a_replica_is_seldom_probed_while_a_request_is_on_its_way_there() {
     // One sample in 16 is uniform over the five replicas.
-    assert!(overtaken < 20, "{overtaken} of 500");
+    let (with_the_request, later) = (probes_of_the_chosen(0), probes_of_the_chosen(300));
+    assert!(with_the_request < 20, "{with_the_request} of 500");
+    assert!((70..130).contains(&later), "{later} of 500");
 }
 
 #[test]
