@@ -1,5 +1,6 @@
 //! The policies under test, and the mapping between the simulator's server numbers and the core's endpoints.
 
+use prequal_core::client::policies::local_rif::LocalRif;
 use prequal_core::client::policies::peak_ewma::{PeakEwma, Scan};
 use prequal_core::client::policies::zuul::Zuul;
 use prequal_core::client::pool::PoolSettings;
@@ -103,7 +104,8 @@ impl SimArm {
 
 pub(crate) enum Balancer {
     Simple(Box<dyn SimPolicy>),
-    Prequal(Box<Core<Memory, ()>>),
+    /// With the client's own queries in flight, which Envoy's `least_request` counts behind the filter.
+    Prequal(Box<Core<Memory, ()>>, LocalRif),
     Floor,
 }
 
@@ -132,7 +134,8 @@ impl Balancer {
             SimArm::Zuul(most) => simple(Box::new(Zuul::new(servers, *most))),
             SimArm::Prequal(prequal) => {
                 let config = prequal.config(clients, known);
-                Self::Prequal(Box::new(Core::new(config, Shim::StatefulSession, &Memory, (), micros(0))))
+                let core = Core::new(config, Shim::StatefulSession, &Memory, (), micros(0));
+                Self::Prequal(Box::new(core), LocalRif::new(servers))
             }
             SimArm::Floor => Self::Floor,
         }

@@ -7,7 +7,7 @@
 use std::collections::{BinaryHeap, VecDeque};
 
 use prequal_core::client::members::Target;
-use prequal_core::client::policies::Done;
+use prequal_core::client::policies::{Done, two_distinct};
 use prequal_core::client::pool::{Branch, ProbesDue};
 use prequal_core::client::settings::Mode;
 use prequal_core::client::sync_mode::{Answer, Waiting};
@@ -381,7 +381,7 @@ impl<'a> World<'a> {
                 }
                 self.send(slot, chosen);
             }
-            Balancer::Prequal(balancer) => {
+            Balancer::Prequal(balancer, _) => {
                 let Mode::Sync = balancer.config().choice.mode else { return self.place(slot, client, &[]) };
                 let (targets, waiting) = balancer.ask(None, &mut self.choice);
                 let settings = balancer.config().choice.sync;
@@ -414,10 +414,11 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Sends a query to the server that its client's balancer picks, or else to a random one.
+    /// Sends a query to the server that its client's balancer picks. Without one, `least_request` with two choices places
+    /// it, as in the shipped configuration.
     fn place(&mut self, slot: u32, client: usize, answers: &[Answer]) {
         let now = self.now;
-        let Balancer::Prequal(balancer) = &mut self.balancers[client] else { return };
+        let Balancer::Prequal(balancer, own) = &mut self.balancers[client] else { return };
         let request = balancer.begin(micros(now), answers, true, &mut self.choice);
         let (pick, waited) = (request.pick, balancer.config().choice.mode == Mode::Sync);
         if self.from <= now {
@@ -433,7 +434,12 @@ impl<'a> World<'a> {
         let chosen = pick.replica.map(server_of);
         let alive = chosen.filter(|server| self.servers[*server].alive);
         self.run.diverted += u64::from(chosen.is_some() && alive.is_none());
-        let server = alive.unwrap_or_else(|| self.alive[self.choice.random_range(0..self.alive.len())]);
+        let server = alive.unwrap_or_else(|| {
+            let (first, second) = two_distinct(self.alive.len(), &mut self.choice);
+            let (first, second) = (self.alive[first], self.alive[second]);
+            if own.of(second) < own.of(first) { second } else { first }
+        });
+        own.start(server);
         if let Some(query) = self.queries.get(slot) {
             query.request = request;
         }
@@ -587,7 +593,8 @@ impl<'a> World<'a> {
                 }
                 policy.done(server, micros(now), &Done { latency_us, outcome, rif, utilisation: None });
             }
-            Balancer::Prequal(balancer) => {
+            Balancer::Prequal(balancer, own) => {
+                own.end(server);
                 let proxy = Proxy { now, server, class: Class::Answer };
                 let mut request = query.request;
                 if let Some(report) = query.report {
@@ -615,7 +622,8 @@ impl<'a> World<'a> {
         let request = std::mem::take(&mut query.request);
         match &mut self.balancers[client] {
             Balancer::Simple(policy) => policy.done(server, micros(now), &done),
-            Balancer::Prequal(balancer) => {
+            Balancer::Prequal(balancer, own) => {
+                own.end(server);
                 let proxy = Proxy { now, server, class: Class::UpstreamFailure };
                 balancer.ended(request, false, false, &proxy);
             }
@@ -630,7 +638,7 @@ impl<'a> World<'a> {
             return;
         }
         let now = micros(self.now);
-        let Balancer::Prequal(balancer) = &mut self.balancers[client] else { return };
+        let Balancer::Prequal(balancer, _) = &mut self.balancers[client] else { return };
         for target in balancer.targets(due, now, &mut self.choice) {
             // A client that knows all servers from the start sends no discovery probes.
             if target.is_some() || self.learns {
@@ -690,7 +698,7 @@ impl<'a> World<'a> {
         let Some(probe) = self.probes.remove(slot) else { return };
         let Some(report) = probe.report else { return };
         let (client, server) = (probe.client as usize, probe.server as usize);
-        let Balancer::Prequal(balancer) = &mut self.balancers[client] else { return };
+        let Balancer::Prequal(balancer, _) = &mut self.balancers[client] else { return };
         let answer = balancer.replied(micros(now), probe.asked, false, Ok(reply(server, report)));
         let Some((query, id)) = probe.query else { return };
         let waiting = self.queries.get(query).filter(|query| query.id == id);
@@ -743,7 +751,7 @@ impl<'a> World<'a> {
         }
         if !over {
             for client in 0..self.balancers.len() {
-                let Balancer::Prequal(balancer) = &mut self.balancers[client] else { break };
+                let Balancer::Prequal(balancer, _) = &mut self.balancers[client] else { break };
                 let due = balancer.tick(micros(now), &mut self.choice).probes;
                 self.send_probes(client, due);
             }
