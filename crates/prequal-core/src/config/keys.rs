@@ -181,7 +181,10 @@ pub const KEYS: &[Key] = &[
         .at(U32(target_age_ms))
         .with_probes()
         .needs("budget", "adaptive")
-        .means("target for the median age of the reports; requests send probes while the reports are older"),
+        .means(
+            "target for the median age of the reports; requests send probes while the reports are older, or while every \
+             replica with a report is saturated and others have none",
+        ),
     both("max_probes_per_query", "per request", Number(0.0, 16.0))
         .at(F64(max_probes_per_query))
         .with_probes()

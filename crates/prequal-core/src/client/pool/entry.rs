@@ -98,6 +98,11 @@ impl Entry {
         (u32::from(self.rif) * u32::from(Placement::UNIT)).div_ceil(u32::from(self.weight.max(1)))
     }
 
+    /// Whether its next request would wait, as far as is known.
+    pub(super) fn is_saturated(&self) -> bool {
+        self.capacity().is_some_and(|capacity| self.load() >= capacity.knee.into())
+    }
+
     /// Sum of RIF and a random exponential value, relative to the weight. The random value alone would choose in
     /// proportion to the weights; RIF alone would be weighted least request.
     pub(super) fn draw(&self, rng: &mut impl Rng) -> u32 {

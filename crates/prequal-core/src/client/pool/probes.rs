@@ -1,6 +1,7 @@
 //! Decides how many probes are due, with or without a request. [`crate::client::members`] chooses the replicas that are
 //! probed, and the adapter sends the probes.
 
+use super::entry::Entry;
 use super::{Budget, PoolSettings, PoolState, ProbesDue};
 use crate::shared::time::{Micros, Stamp};
 
@@ -40,7 +41,7 @@ impl PoolState {
                 let size = settings.attainable(self.available());
                 let young =
                     self.entries().iter().filter(|e| now.distance_ms(e.received) <= target_age_ms).count();
-                let wanted = if young * 2 < size {
+                let wanted = if young * 2 < size || self.needs_others() {
                     max_probes_per_query
                 } else if settings.verified_probes {
                     0.0
@@ -54,6 +55,12 @@ impl PoolState {
         };
         let samples = self.samples_wanted(settings, now);
         self.clock.request(now, pays as f32, wanted as f32, samples)
+    }
+
+    /// Whether every known replica is saturated while others are not known. Some of those are probably idle, but only
+    /// probes can tell: a replica without requests sends no responses.
+    fn needs_others(&self) -> bool {
+        !self.is_whole() && self.entries().iter().all(Entry::is_saturated)
     }
 
     /// Number of discovery probes wanted. They find replicas that get no requests. With reports on responses alone, the

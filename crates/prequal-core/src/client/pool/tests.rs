@@ -865,6 +865,25 @@ fn while_most_latencies_are_unknown_busy_replicas_count_as_hot() {
     assert!(!picked(7), "one of few unknown replicas waits for its first answer");
 }
 
+#[test]
+fn while_all_known_replicas_are_saturated_the_others_are_probed() {
+    let sent = |members: u32, rif: u32| {
+        let budget = Budget::Adaptive { target_age_ms: 500, max_probes_per_query: 0.5 };
+        let mut scene = Scene::new(PoolSettings { budget, ..plain() });
+        scene.pool.set_members(members, 0, ms(0));
+        (3000..4000u64)
+            .map(|at| {
+                (0..16).for_each(|n| scene.capable(at, n, rif, 10, 4));
+                scene.pick_predicted(at).probes.addressed
+            })
+            .sum::<u32>()
+    };
+    assert!((480..=532).contains(&sent(100, 4)), "all that the requests pay for: {}", sent(100, 4));
+    for (members, rif) in [(100, 3), (16, 4)] {
+        assert!(sent(members, rif) <= 32, "{members} members, RIF {rif}: {}", sent(members, rif));
+    }
+}
+
 impl Scene {
     fn pick_predicted(&mut self, at: u64) -> Pick {
         self.pool.pick_predicted(&self.settings, ms(at), &mut self.rng)
