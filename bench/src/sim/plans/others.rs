@@ -233,7 +233,7 @@ pub(super) fn smallfleet(length: RunLength) -> Experiment {
         text: "The first part has 1 to 16 servers of four cores and 10 ± 3 ms of work, four clients, Poisson \
             arrivals at 60 % of the fleet's capacity, and a 5 s deadline. Unless there is only one server, the \
             last one is four times as slow: it cannot serve an even share. `fallback` is the share of Prequal's \
-            picks that were left to Envoy's own policy, here a random one. The second part has 4 servers of one \
+            picks that were left to Envoy's own policy, here LL-Po2C. The second part has 4 servers of one \
             core, one of them four times as slow, 30 users in a closed loop and 4 ms of work, and varies the \
             CPU that a probe costs a server. In a closed loop the relevant figure is throughput. In such a test \
             the post of `ingress` saw Prequal 22 % below round robin (4162 against 5366 queries/s), which it \

@@ -155,8 +155,8 @@ pub(super) fn unseen(length: RunLength) -> Experiment {
         length,
         "unseen",
         "yet more fleets drawn at random, which played no part in any choice",
-        "The 120 fleets after those of `heldout`. They were run for the first time with the finished rule, so no \
-            setting is adapted to them.",
+        "The 120 fleets after those of `heldout`. No change of the rule was made or judged with them. One was made \
+            since they were first run: probes while all known servers are saturated.",
     )
 }
 
