@@ -104,8 +104,9 @@ impl SimArm {
 
 pub(crate) enum Balancer {
     Simple(Box<dyn SimPolicy>),
-    /// With the client's own queries in flight, which Envoy's `least_request` counts behind the filter.
-    Prequal(Box<Core<Memory, ()>>, LocalRif),
+    /// With the client's own queries in flight, which Envoy's `least_request` counts behind the filter. The paper's
+    /// policies have none: what they leave to another policy is placed at random (§4).
+    Prequal(Box<Core<Memory, ()>>, Option<LocalRif>),
     Floor,
 }
 
@@ -135,7 +136,7 @@ impl Balancer {
             SimArm::Prequal(prequal) => {
                 let config = prequal.config(clients, known);
                 let core = Core::new(config, Shim::StatefulSession, &Memory, (), micros(0));
-                Self::Prequal(Box::new(core), LocalRif::new(servers))
+                Self::Prequal(Box::new(core), (!prequal.paper_tracker).then(|| LocalRif::new(servers)))
             }
             SimArm::Floor => Self::Floor,
         }

@@ -415,7 +415,7 @@ impl<'a> World<'a> {
     }
 
     /// Sends a query to the server that its client's balancer picks. Without one, `least_request` with two choices places
-    /// it, as in the shipped configuration.
+    /// it, as in the shipped configuration, or chance, as in the paper.
     fn place(&mut self, slot: u32, client: usize, answers: &[Answer]) {
         let now = self.now;
         let Balancer::Prequal(balancer, own) = &mut self.balancers[client] else { return };
@@ -435,11 +435,14 @@ impl<'a> World<'a> {
         let alive = chosen.filter(|server| self.servers[*server].alive);
         self.run.diverted += u64::from(chosen.is_some() && alive.is_none());
         let server = alive.unwrap_or_else(|| {
+            let Some(own) = own else { return self.alive[self.choice.random_range(0..self.alive.len())] };
             let (first, second) = two_distinct(self.alive.len(), &mut self.choice);
             let (first, second) = (self.alive[first], self.alive[second]);
             if own.of(second) < own.of(first) { second } else { first }
         });
-        own.start(server);
+        if let Some(own) = own {
+            own.start(server);
+        }
         if let Some(query) = self.queries.get(slot) {
             query.request = request;
         }
@@ -594,7 +597,9 @@ impl<'a> World<'a> {
                 policy.done(server, micros(now), &Done { latency_us, outcome, rif, utilisation: None });
             }
             Balancer::Prequal(balancer, own) => {
-                own.end(server);
+                if let Some(own) = own {
+                    own.end(server);
+                }
                 let proxy = Proxy { now, server, class: Class::Answer };
                 let mut request = query.request;
                 if let Some(report) = query.report {
@@ -623,7 +628,9 @@ impl<'a> World<'a> {
         match &mut self.balancers[client] {
             Balancer::Simple(policy) => policy.done(server, micros(now), &done),
             Balancer::Prequal(balancer, own) => {
-                own.end(server);
+                if let Some(own) = own {
+                    own.end(server);
+                }
                 let proxy = Proxy { now, server, class: Class::UpstreamFailure };
                 balancer.ended(request, false, false, &proxy);
             }

@@ -282,7 +282,7 @@ pub(super) fn pauses(length: RunLength) -> Experiment {
             waiting each, 800 queries/s, one client that knows no server at first. As on a busy machine, its event \
             loop pauses: in the first three seconds (`start`) every 150 ms, later every second. Queries that arrived \
             during a pause are placed at once, without a report in between. `burst_guard` limits how many of them the \
-            pool may give to one server; the rest go to Envoy's policy (random here).",
+            pool may give to one server; the rest go to Envoy's policy (LL-Po2C here).",
         x_label: "",
         points: vec![
             paused("start, no pause", 0.0, 3.0, 0.15, 0.0),
