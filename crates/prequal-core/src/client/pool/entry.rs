@@ -100,7 +100,7 @@ impl Entry {
 
     /// Whether its next request would wait, as far as is known.
     pub(super) fn is_saturated(&self) -> bool {
-        self.capacity().is_some_and(|capacity| self.load() >= capacity.knee.into())
+        self.capacity().is_some_and(|capacity| self.rif >= capacity.knee)
     }
 
     /// Sum of RIF and a random exponential value, relative to the weight. The random value alone would choose in
