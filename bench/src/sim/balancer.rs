@@ -56,6 +56,16 @@ pub(crate) struct Prequal {
     pub(crate) paper_tracker: bool,
     /// Whether members are learned from unaddressed probes, as in the filter, instead of being known from the start.
     pub(crate) learn: bool,
+    pub(crate) fallback: Fallback,
+}
+
+/// Places the queries for which the pool chooses no server.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Fallback {
+    /// A random server, as in the paper (§4).
+    Random,
+    /// `least_request` with two choices, as in the shipped configuration.
+    LeastRequest,
 }
 
 /// How often a balancer polls, if at all.
@@ -104,8 +114,7 @@ impl SimArm {
 
 pub(crate) enum Balancer {
     Simple(Box<dyn SimPolicy>),
-    /// With the client's own queries in flight, which Envoy's `least_request` counts behind the filter. The paper's
-    /// policies have none: what they leave to another policy is placed at random (§4).
+    /// With the client's own queries in flight, if [`Fallback::LeastRequest`] needs them.
     Prequal(Box<Core<Memory, ()>>, Option<LocalRif>),
     Floor,
 }
@@ -136,7 +145,8 @@ impl Balancer {
             SimArm::Prequal(prequal) => {
                 let config = prequal.config(clients, known);
                 let core = Core::new(config, Shim::StatefulSession, &Memory, (), micros(0));
-                Self::Prequal(Box::new(core), (!prequal.paper_tracker).then(|| LocalRif::new(servers)))
+                let counts = prequal.fallback == Fallback::LeastRequest;
+                Self::Prequal(Box::new(core), counts.then(|| LocalRif::new(servers)))
             }
             SimArm::Floor => Self::Floor,
         }

@@ -22,6 +22,7 @@ use rand_distr::{Distribution, Exp1, Zipf};
 use super::balancer::{Balancer, Polling, Prequal, Proxy, SimArm, named, reply};
 use super::measure::{FAILED, RunRecord, SimSample};
 use super::policies::Utilisation;
+use super::policies::least_loaded::less_loaded;
 use super::scenario::{SimChange, SimLoad, SimScenario, SimService};
 use super::server::{Job, Nanos, Server, micros, server_of};
 
@@ -414,8 +415,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Sends a query to the server that its client's balancer picks. Without one, `least_request` with two choices places
-    /// it, as in the shipped configuration, or chance, as in the paper.
+    /// Sends a query to the server that its client's balancer picks, or else where the fallback places it.
     fn place(&mut self, slot: u32, client: usize, answers: &[Answer]) {
         let now = self.now;
         let Balancer::Prequal(balancer, own) = &mut self.balancers[client] else { return };
@@ -437,8 +437,7 @@ impl<'a> World<'a> {
         let server = alive.unwrap_or_else(|| {
             let Some(own) = own else { return self.alive[self.choice.random_range(0..self.alive.len())] };
             let (first, second) = two_distinct(self.alive.len(), &mut self.choice);
-            let (first, second) = (self.alive[first], self.alive[second]);
-            if own.of(second) < own.of(first) { second } else { first }
+            less_loaded(own, (self.alive[first], self.alive[second]))
         });
         if let Some(own) = own {
             own.start(server);

@@ -9,7 +9,7 @@ use prequal_core::client::settings::{ProbeSettings, Rule};
 use prequal_core::client::sync_mode::SyncSettings;
 use prequal_core::config::Profile;
 
-use super::balancer::{Prequal, SimArm};
+use super::balancer::{Fallback, Prequal, SimArm};
 use super::grid::{Cell, FAILED, Metric, P50, P90, P99, P999, PROBES, Point, RIF99, STANDARD, standard_and};
 use super::measure::quantile;
 use super::policies::cswrr;
@@ -155,6 +155,7 @@ pub(crate) fn paper() -> Prequal {
         sync: None,
         paper_tracker: true,
         learn: false,
+        fallback: Fallback::Random,
     }
 }
 
@@ -173,6 +174,7 @@ pub(crate) fn ours() -> Prequal {
         sync: None,
         paper_tracker: false,
         learn: false,
+        fallback: Fallback::LeastRequest,
     }
 }
 

@@ -54,8 +54,7 @@ impl LeastLoadedPo2c {
 
 impl Policy for LeastLoadedPo2c {
     fn pick(&mut self, _now: Micros, rng: &mut dyn RngCore) -> usize {
-        let (first, second) = two_distinct(self.rif.replicas(), rng);
-        let chosen = if self.rif.of(second) < self.rif.of(first) { second } else { first };
+        let chosen = less_loaded(&self.rif, two_distinct(self.rif.replicas(), rng));
         self.rif.start(chosen);
         chosen
     }
@@ -66,6 +65,11 @@ impl Policy for LeastLoadedPo2c {
 }
 
 impl SimPolicy for LeastLoadedPo2c {}
+
+/// Returns the less loaded of two replicas, the first if they are equal.
+pub(crate) fn less_loaded(rif: &LocalRif, (first, second): (usize, usize)) -> usize {
+    if rif.of(second) < rif.of(first) { second } else { first }
+}
 
 #[cfg(test)]
 mod tests {
