@@ -867,20 +867,30 @@ fn while_most_latencies_are_unknown_busy_replicas_count_as_hot() {
 
 #[test]
 fn while_all_known_replicas_are_saturated_the_others_are_probed() {
-    let sent = |members: u32, rif: u32| {
+    let capacity = Some(Capacity { base_us: 10_000, knee: 4, open: false });
+    let sent = |members: u32, rif: u32, weight: u16| {
         let budget = Budget::Adaptive { target_age_ms: 500, max_probes_per_query: 0.5 };
         let mut scene = Scene::new(PoolSettings { budget, ..plain() });
         scene.pool.set_members(members, 0, ms(0));
+        let load = Load { capacity, ..Load::at_face_value(rif, Some(10_000)) };
+        let placement = Placement { weight, ..Placement::even(0) };
         (3000..4000u64)
             .map(|at| {
-                (0..16).for_each(|n| scene.capable(at, n, rif, 10, 4));
+                for n in 0..16 {
+                    scene.pool.record(&scene.settings, ms(at), replica(n), load, placement, &mut scene.rng);
+                }
                 scene.pick_predicted(at).probes.addressed
             })
             .sum::<u32>()
     };
-    assert!((480..=532).contains(&sent(100, 4)), "all that the requests pay for: {}", sent(100, 4));
-    for (members, rif) in [(100, 3), (16, 4)] {
-        assert!(sent(members, rif) <= 32, "{members} members, RIF {rif}: {}", sent(members, rif));
+    // The weight does not change how many requests a replica can serve at once.
+    for weight in [Placement::UNIT, 2 * Placement::UNIT] {
+        let saturated = sent(100, 4, weight);
+        assert!((480..=532).contains(&saturated), "all that the requests pay for: {saturated}");
+        for (members, rif) in [(100, 3), (16, 4)] {
+            let few = sent(members, rif, weight);
+            assert!(few <= 32, "{members} members, RIF {rif}: {few}");
+        }
     }
 }
 
