@@ -18,6 +18,11 @@ use crate::runtime::{block_on, handle};
 
 /// Timeout of every request, so that no test runs for ever.
 const LIMIT: Duration = Duration::from_secs(30);
+/// Time after which a connection is no longer reused. A draining listener may close it at that very moment, and then
+/// the client cannot tell whether the request was processed.
+const IDLE: Duration = Duration::from_secs(90);
+/// The same for a client that reconnects: less than any listener in the tests drains.
+const IDLE_IF_RECONNECTING: Duration = Duration::from_millis(500);
 
 /// A request to send.
 #[derive(Clone, Debug)]
@@ -94,7 +99,7 @@ impl Client {
     }
 
     /// A client that behaves like users' clients: if a request could not be sent because its connection was closing, it
-    /// sends the request on another one.
+    /// sends the request on another one. It does not reuse connections that were idle for half a second.
     pub fn reconnecting(addr: SocketAddr, http2: bool) -> Self {
         Self::build(addr, http2, true)
     }
@@ -104,6 +109,7 @@ impl Client {
         connector.set_nodelay(true);
         let pool = Pool::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
+            .pool_idle_timeout(if reconnects { IDLE_IF_RECONNECTING } else { IDLE })
             .retry_canceled_requests(reconnects)
             .http2_only(http2)
             .build(connector);

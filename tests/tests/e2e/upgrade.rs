@@ -99,7 +99,7 @@ fn an_update_to_another_blob_version_and_back_loses_no_request() -> Result<()> {
         set(EnvoyConfig::for_replicas(&fleet.addrs())?.dynamic_listener(), "idle_probe_interval_ms", 0);
     let mut envoy = Envoy::start(config.clone())?;
     warm(&envoy, 4);
-    let load = Load::start(envoy.client());
+    let load = Load::start(&envoy);
     let mut by_policy = Vec::new();
     for module in [other_release(), wasm_module()] {
         let before = envoy.prequal(SERVING)?;
@@ -137,7 +137,7 @@ fn a_hot_restart_to_another_version_and_back_loses_no_request() -> Result<()> {
     let config = EnvoyConfig::for_replicas(&fleet.addrs())?;
     let mut envoys = vec![Envoy::start_restartable(config.clone())?];
     warm(&envoys[0], 4);
-    let load = Load::start(envoys[0].client());
+    let load = Load::start(&envoys[0]);
     for module in [other_release(), wasm_module()] {
         let old = envoys.last().expect("one runs");
         let before = old.prequal(SERVING)?;
@@ -221,7 +221,8 @@ struct Load {
 }
 
 impl Load {
-    fn start(client: Client) -> Self {
+    fn start(envoy: &Envoy) -> Self {
+        let client = Client::reconnecting(envoy.addr(), false);
         let stop = Arc::new(AtomicBool::new(false));
         let asked = Arc::clone(&stop);
         let thread = std::thread::spawn(move || {
