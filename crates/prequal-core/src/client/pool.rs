@@ -224,7 +224,7 @@ impl PoolState {
     /// Like [`Self::pick`], by predicted latency.
     pub fn pick_predicted<G: Rng>(&mut self, settings: &PoolSettings, now: Micros, rng: &mut G) -> Pick {
         let probes = self.begin_pick(settings, now.stamp());
-        let rule = Predicted::over(self.entries(), self.picks, &self.noise, now.stamp());
+        let rule = self.predicted(now.stamp(), self.entries());
         let mut trials = self.trials;
         let tried = rule.trial(self.entries(), &mut trials, rng);
         self.trials = trials;
@@ -330,6 +330,10 @@ impl PoolState {
         }
         self.last_pick = stamp;
         probes
+    }
+
+    fn predicted(&self, now: Stamp, entries: &[Entry]) -> Predicted {
+        Predicted::over(entries, self.picks, &self.noise, self.has_grown(now), now)
     }
 
     /// Picks the entry at index `tried` if there is one, otherwise the first entry in `order`.

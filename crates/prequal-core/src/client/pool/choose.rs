@@ -3,7 +3,7 @@
 use bytemuck::Zeroable;
 use rand::Rng;
 
-use super::predicted::{AtHome, Predicted};
+use super::predicted::AtHome;
 use super::rank::{Order, Scored, lowest_with_slow_start};
 use super::{Branch, Candidate, Entry, Pick, PoolSettings, PoolState};
 use crate::client::sync_mode::{Answer, MAX_ASKED};
@@ -60,7 +60,7 @@ impl PoolState {
         let Some(mut chosen) = chosen else { return self.pick_by(settings, now, ranking, rng) };
         let probes = self.begin_pick(settings, stamp);
         if let Ranking::Predicted = ranking {
-            let rule = Predicted::over(usable, self.picks, &self.noise, stamp);
+            let rule = self.predicted(stamp, usable);
             let tried = rule.trial(usable, &mut self.trials, rng);
             if let Some(tried) = tried.and_then(|tried| usable.get(tried)) {
                 chosen = Chosen { entry: *tried, latency_us: rule.latency_us(tried) };
@@ -140,7 +140,7 @@ impl PoolState {
     ) -> Option<Chosen> {
         match ranking {
             Ranking::Predicted => {
-                let rule = Predicted::over(entries, self.picks, &self.noise, stamp);
+                let rule = self.predicted(stamp, entries);
                 first_in(entries, &AtHome { rule, answers }, rng)
             }
             Ranking::HotCold => first_in(entries, &self.hot_and_cold(settings, stamp, entries), rng),

@@ -78,6 +78,8 @@ pub(super) struct Predicted {
     weighted_knee: Option<u16>,
     /// Knee of a typical replica: the upper median of the known knees.
     usual_knee: u16,
+    /// Capacity of a typical replica, while the client knows the fleet too little to tell similar replicas apart.
+    typical: Option<Capacity>,
     /// Lower base latencies count as this one.
     least_us: u32,
     /// Number of entries.
@@ -90,18 +92,21 @@ pub(super) struct Predicted {
 }
 
 impl Predicted {
-    /// The rule for `entries`, whose base latencies have the error `noise`.
-    pub(super) fn over(entries: &[Entry], picks: u16, noise: &Noise, now: Stamp) -> Self {
-        let summary = Summary::of(entries);
+    /// The rule for `entries`, whose base latencies have the error `noise`. `learning` says that the client has known
+    /// most of the fleet for a short time only.
+    pub(super) fn over(entries: &[Entry], picks: u16, noise: &Noise, learning: bool, now: Stamp) -> Self {
+        let summary = Summary::of(entries, learning);
         let congested = summary.congested * 2 > entries.len() && !summary.uneven;
+        let (usual_us, usual_knee) = (summary.usual_base_us(entries), summary.usual_knee(entries));
         let mut rule = Self {
-            unknown_us: summary.usual_base_us(entries),
+            unknown_us: usual_us,
             lowest: f32::MAX,
             congested,
             band: if summary.uneven { WEIGHTED_BAND } else { BAND * (1.0 + noise.error()) },
             home: if congested { HOME.sqrt() } else { HOME },
             weighted_knee: None,
-            usual_knee: summary.usual_knee(entries),
+            usual_knee,
+            typical: learning.then_some(Capacity { base_us: usual_us, knee: usual_knee, open: false }),
             least_us: summary.least_base_us(entries),
             count: entries.len() as u32,
             picks,
@@ -127,16 +132,22 @@ impl Predicted {
     /// Capacity assumed for an entry. An unknown replica counts as typically fast, and as saturated by one request: it
     /// gets no other until it has answered. An open knee may be higher than reported. It counts double, up to the
     /// typical knee: otherwise a new replica that gets one request at a time would never get two.
+    ///
+    /// While the client is learning, a replica that saturates at about the typical rate counts as typical. A few
+    /// responses show this rate, but not whether one slow request at a time is served, or several fast ones.
     fn capacity(&self, entry: &Entry) -> Capacity {
         let capacity = entry.capacity();
         let capacity = capacity.map(|known| Capacity { base_us: known.base_us.max(self.least_us), ..known });
         match (capacity, self.weighted_knee) {
             (Some(known), Some(knee)) => Capacity { knee, ..known },
-            (Some(known), None) if known.open => {
-                let knee = known.knee.saturating_mul(2).min(self.usual_knee).max(known.knee);
-                Capacity { knee, ..known }
-            }
-            (Some(known), None) => known,
+            (Some(known), None) => match self.typical {
+                Some(typical) if is_like(known, typical) => typical,
+                _ if known.open => {
+                    let knee = known.knee.saturating_mul(2).min(self.usual_knee).max(known.knee);
+                    Capacity { knee, ..known }
+                }
+                _ => known,
+            },
             (None, _) => Capacity { base_us: self.unknown_us, knee: 1, open: false },
         }
     }
@@ -200,6 +211,17 @@ impl Predicted {
         }
         None
     }
+}
+
+/// Whether `known` saturates at about the same rate as `typical`, and is not far slower. The rate is the knee divided by
+/// the base latency.
+fn is_like(known: Capacity, typical: Capacity) -> bool {
+    let product = |knee: u16, base_us: u32| f32::from(knee) * base_us as f32;
+    let (known_rate, typical_rate) =
+        (product(known.knee, typical.base_us), product(typical.knee, known.base_us));
+    known_rate <= typical_rate * BAND
+        && typical_rate <= known_rate * BAND
+        && known.base_us as f32 <= typical.base_us as f32 * FAR
 }
 
 /// Credit for trials, and the result of the last trial.
@@ -315,10 +337,10 @@ impl Order for AtHome<'_> {
 
 /// Facts that show whether a pick needs a median. Most picks need none.
 struct Summary {
-    /// Whether a base latency is unknown.
-    unknown: bool,
-    /// Whether a knee is open.
-    open: bool,
+    /// Whether the usual base latency is needed: one is unknown, or the client is learning.
+    needs_base: bool,
+    /// Whether the usual knee is needed: one is open, or the client is learning.
+    needs_knee: bool,
     /// Whether weights differ.
     uneven: bool,
     /// Number of congested replicas.
@@ -329,14 +351,20 @@ struct Summary {
 }
 
 impl Summary {
-    fn of(entries: &[Entry]) -> Self {
+    fn of(entries: &[Entry], learning: bool) -> Self {
         let weight = entries.first().map_or(Placement::UNIT, |first| first.weight);
-        let mut all =
-            Self { unknown: false, open: false, uneven: false, congested: 0, least_us: UNKNOWN, most_us: 0 };
+        let mut all = Self {
+            needs_base: learning,
+            needs_knee: learning,
+            uneven: false,
+            congested: 0,
+            least_us: UNKNOWN,
+            most_us: 0,
+        };
         for entry in entries {
             let unknown = entry.base_us == UNKNOWN;
-            all.unknown |= unknown;
-            all.open |= entry.open != 0;
+            all.needs_base |= unknown;
+            all.needs_knee |= entry.open != 0;
             all.uneven |= entry.weight != weight;
             all.congested += usize::from(u32::from(entry.rif) >= CONGESTED * u32::from(entry.knee));
             all.least_us = all.least_us.min(entry.base_us);
@@ -345,10 +373,9 @@ impl Summary {
         all
     }
 
-    /// Lower median of the known base latencies; 1 if none is known. It is not needed, and not computed, while all are
-    /// known.
+    /// Lower median of the known base latencies; 1 if none is known. Not computed unless it is needed.
     fn usual_base_us(&self, entries: &[Entry]) -> u32 {
-        if !self.unknown {
+        if !self.needs_base {
             return 1;
         }
         let known = entries.iter().filter_map(|entry| Some(entry.capacity()?.base_us));
@@ -364,9 +391,9 @@ impl Summary {
         middle(known, |count| count / 2).map_or(1, |usual| usual / FASTEST).max(1)
     }
 
-    /// Upper median of the known knees; 1 if none is known. It is not needed, and not computed, if no knee is open.
+    /// Upper median of the known knees; 1 if none is known. Not computed unless it is needed.
     fn usual_knee(&self, entries: &[Entry]) -> u16 {
-        if !self.open {
+        if !self.needs_knee {
             return 1;
         }
         let known = entries.iter().filter_map(|entry| Some(entry.capacity()?.knee));
