@@ -171,19 +171,24 @@ pub(super) fn netflix(length: RunLength) -> Experiment {
         metrics: standard_and(&[SLOW_SHARE]),
         columns: columns(&[("to slow half", OWN, percent)]),
         charts: vec![(OWN, false), (P99, true)],
-        judge: |cells| {
-            vec![
-                at_most(
-                    "paper profile, share to the slow half (4x CPU)",
-                    cells.at("4x CPU", PAPER, OWN),
-                    0.15,
-                ),
-                at_most("ours, share to the slow half (4x CPU)", cells.at("4x CPU", OURS, OWN), 0.001),
-                // Two or three of 180 000 queries fail, with one of three seeds.
-                at_most("ours, failures", cells.worst(OURS, FAILED), 0.0001),
-            ]
+        // The share to the slow half differs between seeds by a factor of two, in short runs by more.
+        judge: if length.quick {
+            |cells| judge_netflix(cells, 0.002)
+        } else {
+            |cells| judge_netflix(cells, 0.001)
         },
     }
+}
+
+/// `ours` is the goal for the share that our rule sends to the slow half.
+fn judge_netflix(cells: &Cells, ours: f64) -> Vec<Verdict> {
+    let to_slow_half = |arm| cells.at("4x CPU", arm, OWN);
+    vec![
+        at_most("paper profile, share to the slow half (4x CPU)", to_slow_half(PAPER), 0.15),
+        at_most("ours, share to the slow half (4x CPU)", to_slow_half(OURS), ours),
+        // Two or three of 180 000 queries fail, with one of three seeds.
+        at_most("ours, failures", cells.worst(OURS, FAILED), 0.0001),
+    ]
 }
 
 pub(super) fn smallfleet(length: RunLength) -> Experiment {
