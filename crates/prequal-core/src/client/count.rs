@@ -63,8 +63,8 @@ pub enum Count {
 pub enum ProbeEnd {
     /// Its report counts.
     Used,
-    /// Another host answered, or the report names another replica. If the cluster does not know the host that was
-    /// asked, that host has left.
+    /// Another host answered, or the report names another replica. Another host answers if the host that was asked has
+    /// left the cluster.
     WrongEndpoint,
     /// The reply has no report.
     NoReport,

@@ -327,8 +327,8 @@ impl Record {
         stands_out(self.failed, self.total, self.total * usual, share)
     }
 
-    /// Returns the replica's share of failures if that is recent. The share is of at least [`MIN_TOTAL`] requests, so
-    /// that few requests never make a share of 1.
+    /// Returns the replica's share of failures if that is recent. The failures are divided by at least [`MIN_TOTAL`]
+    /// requests, so that few requests never make a share of 1.
     fn recent_share(&self, now: Stamp) -> Option<f32> {
         let age = now.distance_ms(self.updated);
         let keep = fading(age);

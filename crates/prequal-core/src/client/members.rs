@@ -321,7 +321,7 @@ impl Members {
         changed
     }
 
-    /// Number of members other than the agentless ones that have not reported yet.
+    /// Number of members that have not reported yet, not counting the agentless ones.
     pub fn unheard(&self) -> u32 {
         self.tally.awaiting.saturating_sub(self.tally.agentless)
     }

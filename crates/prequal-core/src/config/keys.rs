@@ -272,8 +272,8 @@ pub const KEYS: &[Key] = &[
         .at(U32(|s| Some(&mut s.pool.reuse_cap)))
         .with_probes()
         .means(
-            "maximum number of uses of one report; also their number where the paper's equation (1) has no value, for example \
-             if all n replicas fit into a pool of m reports (n ≤ m)",
+            "maximum number of uses of one report. It is also the number of uses where the paper's equation (1) has no value, \
+             for example if all n replicas fit into a pool of m reports (n ≤ m)",
         ),
     advanced("budget", "", OneOf(&["adaptive", "fixed"]))
         .with_probes()
@@ -296,8 +296,8 @@ pub const KEYS: &[Key] = &[
         .with_probes()
         .from("§4")
         .means(
-            "time without requests after which one worker sends `pool_size` probes (fewer in a smaller fleet); repeated until \
-             the allowance that was kept (at most 24 of its probes) is used up; 0: never",
+            "time without requests after which one worker sends `pool_size` probes (fewer in a smaller fleet). This repeats \
+             until the saved allowance is used up, after at most 24 probes; 0: never",
         ),
     advanced("probe_timeout_ms", "ms", Whole(1, 10_000))
         .at(U64(|s| Some(&mut s.probe.timeout_ms)))
@@ -308,8 +308,8 @@ pub const KEYS: &[Key] = &[
         .at(Flag(|s| Some(&mut s.probe.piggyback)))
         .with_probes()
         .means(
-            "use the reports on responses as well as those of probes. Then 15 of 16 draws of replicas to probe leave \
-             out the replicas that reported less than a tenth of `max_age_ms` ago",
+            "use the reports on responses as well as those of probes. Then 15 of 16 random selections of replicas to probe \
+             skip those that reported less than a tenth of `max_age_ms` ago",
         ),
     advanced("burst_guard", "", Bool)
         .at(Flag(|s| Some(&mut s.pool.burst_guard)))

@@ -119,7 +119,7 @@ impl FilterConfig {
             }
             let sync = |mode: Mode| mode == Mode::Sync;
             if sync(choice.mode) || choice.route_modes.iter().any(|(_, mode)| sync(*mode)) {
-                let problem = "\"sync\" needs the WebAssembly filter; the native module has \"async\" alone";
+                let problem = "\"sync\" needs the WebAssembly filter; the native module has only \"async\"";
                 errors.push(&format!("clusters[{index}].mode"), problem.into());
             }
         }

@@ -7,7 +7,7 @@
 //! | what | rule |
 //! |---|---|
 //! | old evidence | halves every [`HALF_LIFE_US`], and never weighs more than [`MAX_EVIDENCE`] requests |
-//! | little evidence | the share is of at least [`MIN_EVIDENCE`] requests: a single failure reads 250 ‰ |
+//! | little evidence | the failures are divided by at least [`MIN_EVIDENCE`] requests: a single failure reads 250 ‰ |
 //! | no traffic | after [`SILENCE_US`] without a response, failures also fade relative to responses, and reach zero |
 //!
 //! So at 50 requests/s, the reported share of a replica that begins to fail is 80 % of the true share after 2 s.
@@ -31,7 +31,7 @@ pub const HALF_LIFE_US: u64 = 5_000_000;
 pub const SILENCE_US: u64 = 1_000_000;
 /// Maximum weight of the recent requests, so that the failures of a busy replica show within its last hundred requests.
 pub const MAX_EVIDENCE: f64 = 64.0;
-/// Minimum number of requests that a share is taken of.
+/// Minimum number of requests by which the failures are divided.
 pub const MIN_EVIDENCE: f64 = 4.0;
 
 /// Decayed counts of responses and failures. Starts empty.

@@ -117,7 +117,7 @@ impl Replica {
         self.tracker.start_behind(now, others)
     }
 
-    /// Records that a request ends, with any outcome. Returns its result, already recorded.
+    /// Records that a request ends, with any outcome. Returns its result, which is then already recorded.
     pub fn finish(&mut self, ticket: Ticket, now: Micros, outcome: Outcome) -> Ended {
         self.finish_among(ticket, now, outcome, self.tracker.present())
     }
@@ -161,7 +161,7 @@ impl Replica {
         self.up.map_or(0, |since| u32::try_from(now.saturating_since(since) / 1_000_000).unwrap_or(u32::MAX))
     }
 
-    /// Returns this replica's report as `endpoint`, with the requests in flight here.
+    /// Returns this replica's report, which names the replica `endpoint` and counts the requests in flight here.
     ///
     /// `leaving` is the request whose response carries the report. When the client reads the report, that response is
     /// over, so the report must describe the load that the *next* request would meet.

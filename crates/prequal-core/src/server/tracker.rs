@@ -17,9 +17,9 @@
 //!
 //! The tracker also counts what [`crate::server::capacity`] needs: how many requests are at the server, and for how
 //! long. A request that takes ten times as long as the others, while ten of them pass it, no longer counts as at the
-//! server. Otherwise one request in 500 that takes a thousand times as long makes its replica look two or three times
-//! as slow, and clients move to the others, although the replica answers everything else in time. The time until it is
-//! left out does count.
+//! server; its time up to that moment does count. If it still counted, one request in 500 that takes a thousand times
+//! as long would make its replica look two or three times as slow. Clients would then move to other replicas, although
+//! this one answers everything else in time.
 //!
 //! The tracker does not synchronise: embedders wrap it in a mutex (every operation is O(1) amortised). Where several
 //! workers of an Envoy serve one replica, each has its own tracker, receives the total number of requests in flight,
@@ -39,7 +39,8 @@ pub struct TrackerConfig {
     /// it matters (in the simulator, at 1.74 times the allocated CPU, 5 s does as well as 15 s, but with 1 s queries
     /// time out).
     pub max_age_us: u64,
-    /// Number of medians beyond which a waiting request raises the estimate. Default 3; 0 means never (the paper).
+    /// A request that has waited for more than this many times the median latency raises the estimate. Default 3;
+    /// 0 means never (the paper).
     pub stall_factor: u32,
     /// Latency reported while there is no sample and a request failed within `max_age_us`. Default 1 s.
     pub failure_latency_us: u32,

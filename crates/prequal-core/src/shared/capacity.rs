@@ -2,8 +2,8 @@
 
 use super::time::MAX_LATENCY_US;
 
-/// Time constant with which a replica's observations fade, microseconds. Half of it is noisier; twice as much detects a
-/// recovered replica later.
+/// Time constant with which a replica's observations fade, microseconds. With half of it, the estimate is noisier; with
+/// twice as much, it shows a recovered replica later.
 pub const FADES_US: f64 = 6e6;
 
 /// Base latency and knee of a replica.
@@ -11,7 +11,7 @@ pub const FADES_US: f64 = 6e6;
 pub struct Capacity {
     /// Latency of a request while nothing waits, microseconds, 1 to [`MAX_LATENCY_US`].
     pub base_us: u32,
-    /// Number of requests in flight beyond which more only wait, at least 1.
+    /// Number of requests in flight beyond which further requests only wait, at least 1.
     pub knee: u16,
     /// Whether the replica has shown no saturation, so that its knee may be higher.
     pub open: bool,
@@ -34,7 +34,7 @@ impl Capacity {
     /// request is delayed, and it delays those that come after it.
     pub fn cost(self, rif: u32) -> f32 {
         if rif < self.knee.into() {
-            // Nothing waits. Every pick asks for the cost of every entry, so the division counts.
+            // Nothing waits. Every pick asks for the cost of every entry, so saving the division matters.
             return self.base_us as f32;
         }
         let crowding = self.crowding(rif);

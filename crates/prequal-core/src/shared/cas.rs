@@ -1,4 +1,4 @@
-//! Reads, changes and writes values that workers share, on a host that compares version numbers and swaps.
+//! Reads, changes and writes values that workers share, by compare-and-swap on version numbers that the host provides.
 //!
 //! The host gives every write a number, and accepts a write only if the value still has the number that the writer
 //! names. [`OwnCopy`] skips the read where a worker is the only writer. [`crate::shared::blob`] defines what a value is
@@ -63,7 +63,8 @@ pub struct OwnCopy<B> {
 }
 
 impl<B: Default> OwnCopy<B> {
-    /// Like [`update`]. With `look` false, for changes that are always updates, the read is skipped where possible.
+    /// Like [`update`]. If `look` is false, the read is skipped where possible; use this for changes that are always
+    /// updates.
     pub fn update<T>(
         &mut self,
         place: &impl Place<B>,

@@ -6,8 +6,8 @@
 //!
 //! A hint also ranks the replicas (rendezvous hashing), and the first [`HOMES`] of them are the hint's *homes*. Every
 //! proxy with the same membership finds the same order, and a replica that joins or leaves changes the homes only of
-//! hints that it is a home of. The replicas that a request with the hint probes include the homes, at most `d` − 1 of
-//! them ([`crate::client::Balancer::ask`]).
+//! hints that it is a home of. A request with a hint probes the homes of the hint, at most `d` − 1 of them, and other
+//! replicas ([`crate::client::Balancer::ask`]).
 
 use std::fmt;
 

@@ -8,9 +8,9 @@ use crate::shared::time::Micros;
 /// Maximum number of waiting notes: the number of samples in a tick at their highest rate.
 const MAX_NOTES: usize = 256;
 /// Notes are shared once their number reaches the number of members divided by this. In a small fleet, notes are
-/// therefore shared at once. Sharing takes time in proportion to the number of members. Each note's part of that time
-/// is the time for this many members, whatever the size of the fleet. In any fleet, the samples that other workers do
-/// not know yet are far fewer than a round.
+/// therefore shared at once. Sharing takes time in proportion to the number of members, so the time per note is the
+/// same in a fleet of any size: that of this many members. In any fleet, the samples that other workers do not know yet
+/// are far fewer than a round.
 const PART: usize = 4;
 
 /// A worker's observation about the membership.

@@ -11,7 +11,8 @@ use super::{Done, Elastic};
 use crate::shared::endpoint::Endpoint;
 use crate::shared::time::Micros;
 
-/// Time after a change during which new replicas are searched for more often, microseconds, and the factor.
+/// Time after a change during which new replicas are searched for more often, microseconds, and how many times more
+/// often.
 const GROWING_US: u64 = 2_000_000;
 const GROWING_FACTOR: u64 = 16;
 

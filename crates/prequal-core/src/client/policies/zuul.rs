@@ -4,7 +4,7 @@
 //! The post names the factors but not their weights. Here each factor is a share from 0 to 1, and they are added: the
 //! error rate, the reported utilisation (else the reported RIF divided by the replica's maximum), and the local RIF
 //! divided by the same maximum. The limits beyond which Zuul avoids a replica are unpublished too; here they are 50 %
-//! errors and 90 % utilisation, and a replica within them is drawn in at most 5 attempts.
+//! errors and 90 % utilisation. At most 5 attempts are made to draw a replica within them.
 //!
 //! Left out: the warm-up during the first 90 s of a server's life. A new replica is on probation only until a request
 //! has ended without a failure.

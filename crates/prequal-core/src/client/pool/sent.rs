@@ -15,7 +15,7 @@ use crate::shared::time::Micros;
 const ROUND_TRIP: u32 = 3;
 /// Resolution, microseconds.
 const SLOT_US: u64 = 200;
-/// Number of slots kept: more than a round trip, in whole words.
+/// Number of slots kept: more than a round trip, and as many as fill whole 32-bit words.
 const SLOTS: usize = 4;
 /// Backward jump of the clock beyond which it counts as a step, in slots: one second. A smaller one is a worker that is
 /// late.

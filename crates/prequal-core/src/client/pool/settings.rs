@@ -28,8 +28,8 @@ pub enum Budget {
     },
     /// Only as many probes as keep half of the pool younger than the target, discovery included. Responses report only
     /// on replicas that were chosen. The others are explored by discovery probes, or, where Envoy does not vouch for
-    /// those, by one pool's worth of addressed probes per `max_age_ms`. While every known replica is saturated and others
-    /// are not known, each request sends as many probes as the upper bound allows.
+    /// those, by one pool's worth of addressed probes per `max_age_ms`. While every known replica is saturated and
+    /// others are not known, each request sends as many probes as the upper bound allows.
     Adaptive {
         /// Target for the median age of the pool, milliseconds.
         target_age_ms: u32,

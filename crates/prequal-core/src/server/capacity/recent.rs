@@ -49,7 +49,7 @@ impl FastRun {
         }
         self.answers += 1.0;
         self.took_us += f64::from(latency_us);
-        // Most runs are shorter and need no logarithm.
+        // Most runs are shorter than `SHORTEST`, and need no logarithm.
         let usual = self.usual.clamp(FAST_SHARE.0, FAST_SHARE.1);
         self.answers >= SHORTEST && self.answers * -usual.ln() > CERTAIN
     }
@@ -101,7 +101,7 @@ impl Beyond {
     }
 }
 
-/// Natural logarithm of how improbable a run of fast responses must be.
+/// A run of fast responses must be less probable than e to the power of minus this.
 const CERTAIN: f64 = 12.0;
 /// Number of responses below which no run is that improbable: each adds at most −ln 0.3.
 const SHORTEST: f64 = 10.0;

@@ -319,7 +319,8 @@ fn held(slots: usize, held: usize, requests: usize) -> Capacity {
 
 #[test]
 fn a_replica_is_open_while_requests_beyond_its_knee_do_not_wait() {
-    // The client never sends enough for the replica to show more than its known capacity. It may always send more.
+    // The client never sends enough for the replica to show more than its known capacity. The estimate must therefore
+    // always let the client send more.
     let free = held(64, 5, 1000);
     assert!(free.knee == 6 || free.open && free.knee < 6, "{free:?}");
     let full = held(1, 2, 1000);

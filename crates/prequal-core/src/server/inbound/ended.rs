@@ -19,7 +19,7 @@ use crate::shared::time::{MAX_LATENCY_US, Micros};
 /// Number of requests kept.
 pub const LOG_ENTRIES: usize = 64;
 
-/// The log. Plain data: the blob in shared data.
+/// The log. It is plain data, and its bytes are the blob in shared data.
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct EndedLog {
@@ -41,7 +41,7 @@ struct LogEntry {
     /// From the low end: two bits of outcome, then the RIF at arrival, then the level at the end. Both are at most
     /// [`MAX_RIF`].
     counts: u32,
-    /// Number of requests at the server when it arrived, itself included.
+    /// Number of requests at the server when this one arrived, itself included.
     arrived_as: u32,
     padding: u32,
 }

@@ -30,12 +30,12 @@ pub const DEAD_MS: u32 = 2000;
 /// Time for which a freed slot is not reassigned, so that every VM sees that it is free, milliseconds.
 const REST_MS: u32 = 2 * HEARTBEAT_MS;
 
-/// Assignment of VMs to slots. Plain data: the blob in shared data.
+/// Assignment of VMs to slots. It is plain data, and its bytes are the blob in shared data.
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct Slots {
     tag: Tag,
-    /// Number of slots that have ever had an owner; they are the first ones.
+    /// Number of slots that have ever had an owner. These slots come first in the table.
     used: u16,
     /// Number of claims so far, modulo 2^32.
     claims: u32,
@@ -69,7 +69,7 @@ impl Default for Slots {
 }
 
 impl Slots {
-    /// Returns the number of slots that have ever had an owner; they are the first ones.
+    /// Returns the number of slots that have ever had an owner. These slots come first in the table.
     pub fn used(&self) -> usize {
         usize::from(self.used)
     }

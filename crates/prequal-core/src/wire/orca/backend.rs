@@ -83,7 +83,7 @@ impl Utilization {
 pub enum Metric {
     /// `application_utilization`, else `cpu_utilization`.
     Utilization,
-    /// The metric of this name; where it is absent, as [`Self::Utilization`].
+    /// The metric of this name; if it is absent, the same as [`Self::Utilization`].
     Named(Box<str>),
 }
 

@@ -95,7 +95,7 @@ fn varint(bytes: &mut &[u8]) -> Option<u64> {
     None
 }
 
-/// Decodes base64. gRPC writes it without padding, others write it with padding.
+/// Decodes base64. gRPC writes it without padding; others write it with padding.
 pub(super) fn base64(text: &[u8]) -> Option<Vec<u8>> {
     let bare = text.strip_suffix(b"==").or_else(|| text.strip_suffix(b"=")).unwrap_or(text);
     if bare.len() % 4 == 1 || (bare.len() < text.len() && !text.len().is_multiple_of(4)) {
