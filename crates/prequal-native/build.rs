@@ -3,6 +3,6 @@
 fn main() {
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("link");
     println!("cargo:rerun-if-changed={}", folder.display());
-    // The linker finds the script of this name before the system's library.
+    // The linker finds the script `link/libgcc_s.so` before the system's library of the same name.
     println!("cargo:rustc-cdylib-link-arg=-L{}", folder.display());
 }

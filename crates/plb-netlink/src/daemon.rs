@@ -56,9 +56,10 @@ pub enum Outcome {
     Toggled(bool),
     /// The kernel changes the label itself after a timeout.
     LeftToKernel,
-    /// The socket is pinned and stays on its path. Reported once, until the socket moves again.
+    /// The socket is pinned and stays on its path. Not reported again until the socket moves or the outcome changes.
     Pinned(Pin),
-    /// The socket stays on its path because its pins cannot be read. Reported once, until the socket moves again.
+    /// The socket stays on its path because its pins cannot be read. Not reported again until the socket moves or the
+    /// outcome changes.
     Unreadable(String),
     /// The socket could not be moved.
     Failed(String),
@@ -344,7 +345,8 @@ impl State {
         }
     }
 
-    /// Ends the wait of the socket. An outcome that keeps the socket on its path is reported once.
+    /// Ends the wait of the socket. An outcome that keeps the socket on its path is not reported again while it stays
+    /// the same.
     fn settle(&mut self, outcome: Outcome, events: &mut Vec<Event>) {
         let Some(cause) = self.waiting.take() else { return };
         match outcome {

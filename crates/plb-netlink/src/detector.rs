@@ -1,8 +1,8 @@
 //! Decides when to repath: Algorithms 1 and 2 of the PLB paper as a pure state machine.
 //!
 //! Algorithm 1 counts consecutive congested round trips of one connection. Algorithm 2 decides when that count, or a
-//! retransmission timeout, moves the connection to another path. The caller defines a congested packet (an echoed CE
-//! mark for TCP, a round trip over the target for Swift) and changes the path.
+//! retransmission timeout, moves the connection to another path. The caller decides which packets count as congested
+//! (an echoed CE mark for TCP, a round trip over the target for Swift) and changes the path.
 //!
 //! This module reads no clock and draws no random numbers: callers pass `now`, measured from any origin, and random
 //! bits.

@@ -36,7 +36,7 @@ impl Hash {
     }
 
     /// Returns whether a packet's path depends on its ports, as with PLB's hash of 4-tuple and label. Otherwise
-    /// connections between two hosts that carry the same label share a path.
+    /// connections with the same label share a path if they are between the same two hosts.
     pub fn sees_ports(self) -> bool {
         match self.policy {
             1 => true,

@@ -138,7 +138,8 @@ pub struct Terms {
     pub share: Share,
     /// Whether to fail if the label is already leased, instead of joining that lease.
     pub fresh: bool,
-    /// Seconds after the last use during which no other socket gets the label. More than about 60 need CAP_NET_ADMIN.
+    /// Time after the last use for which no other socket gets the label, in seconds. More than about 60 need
+    /// CAP_NET_ADMIN.
     pub linger_s: u16,
     /// Minimum lifetime of the lease, in seconds. More than about 60 need CAP_NET_ADMIN.
     pub expires_s: u16,

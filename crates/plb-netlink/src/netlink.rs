@@ -101,7 +101,7 @@ where
     let mut interrupted = false;
     loop {
         let datagram = match wire.receive() {
-            // A signal arrived; the code that waits for it checks afterwards.
+            // A signal arrived. The code that waits for signals checks for it after this exchange.
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             outcome => outcome.map_err(kernel)?,
         };

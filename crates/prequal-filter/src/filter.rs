@@ -23,8 +23,8 @@ pub(crate) struct Filter {
     pub(crate) root_id: u32,
     pub(crate) shim: Shim,
     pub(crate) clusters: Vec<Cluster>,
-    /// Whether each request's cluster is looked up. If several clusters are configured, this is so from the start.
-    /// Otherwise it begins once a request has gone to a cluster that is not configured.
+    /// Whether the cluster of each request is looked up. This is set from the start if several clusters are configured.
+    /// Otherwise it is set once a request has gone to a cluster that is not configured.
     pub(crate) look_up_cluster: Cell<bool>,
     pub(crate) rng: RefCell<SmallRng>,
     /// The request that asks to wait for its probes. Its stream stores it here and wakes the root.

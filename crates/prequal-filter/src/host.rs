@@ -105,7 +105,8 @@ fn number(bytes: &[u8]) -> Option<(usize, &[u8])> {
 
 /// Sets a header, or removes it if `value` is `None`.
 pub(crate) fn set_header(map: MapType, name: &str, value: Option<&[u8]>) {
-    // Envoy refuses only if there is no such map, and then there is nothing to write.
+    // Envoy refuses only if there is no such map. The SDK then panics instead of returning an error, so call this only
+    // while the map exists.
     let _ = hostcalls::set_map_value_bytes(map, name, value);
 }
 

@@ -59,7 +59,11 @@ impl Inbound {
             Serving::Port(port) => at.map(|at| at.with_port(port)),
         };
         let Some(served) = endpoint.and_then(|endpoint| self.vm.served(endpoint, now)) else {
-            reply(503, &[], b"this address is no `ip:port`, or too many are counted: set `endpoint`\n");
+            reply(
+                503,
+                &[],
+                b"this address is not an `ip:port`, or too many replicas are counted: set `endpoint`\n",
+            );
             return;
         };
         let report = served.answer(&*self.vm, now, at);
@@ -86,6 +90,7 @@ fn destination() -> Option<Endpoint> {
 
 /// Answers the request that is the effective context.
 fn reply(status: u32, headers: &[(&str, &str)], body: &[u8]) {
-    // Envoy accepts the reply if no response has begun; the SDK expects no other outcome.
+    // Envoy accepts the reply if no response has begun. If Envoy refused it, the SDK would panic instead of returning
+    // an error.
     let _ = hostcalls::send_http_response(status, headers.to_vec(), Some(body));
 }

@@ -178,7 +178,7 @@ pub(crate) struct Metrics {
     ejected: Gauge,
     /// Replicas without an agent.
     agentless: Gauge,
-    /// 1 while no replica is ejected because more than half of the fleet would have to be ejected.
+    /// 1 while ejection is suspended because more than half of the fleet would have to be ejected.
     panic: Gauge,
 }
 
@@ -252,7 +252,7 @@ impl Metrics {
 }
 
 impl Counters for Metrics {
-    // Inlined because nearly every caller passes a known variant.
+    // Inlined because nearly every caller passes a variant that is known at compile time.
     #[inline(always)]
     fn count(&self, what: Count) {
         match what {

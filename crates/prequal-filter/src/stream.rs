@@ -253,8 +253,8 @@ impl HttpContext for Stream {
 }
 
 /// Envoy drops the stream when it is done with the request and knows its outcome. `on_log`, which Envoy calls just
-/// before, would cost one more call per request. The SDK holds its table of streams during the drop, so nothing here
-/// may call back into the module, as [`host::wake`] does.
+/// before, would cost one more call per request. The SDK keeps its table of streams borrowed during the drop, so
+/// nothing here may call back into the module, as [`host::wake`] does.
 impl Drop for Stream {
     fn drop(&mut self) {
         self.stop_waiting();

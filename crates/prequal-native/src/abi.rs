@@ -11,7 +11,7 @@ use std::ptr;
 /// A pointer to an object of Envoy or of this module. Neither side looks into the other's objects.
 pub(crate) type Ptr = *mut c_void;
 
-/// Bytes of the side that passes them, valid during the call unless noted.
+/// Bytes that belong to the side that passes them. They are valid during the call unless noted.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct Buffer {
@@ -42,7 +42,8 @@ impl Header {
         Self { name: ptr::null(), name_length: 0, value: ptr::null(), value_length: 0 };
 }
 
-/// The version of the ABI that this module is built for, which Envoy 1.40 expects. Envoy only warns about another.
+/// The version of the ABI that this module is built for, which Envoy 1.40 expects. Envoy only warns about any other
+/// version.
 pub(crate) const VERSION: &std::ffi::CStr = c"v0.2.0";
 
 /// `envoy_dynamic_module_type_log_level`.
@@ -153,7 +154,7 @@ unsafe extern "C" {
         index: usize,
         count: *mut usize,
     ) -> bool;
-    /// Defines or finds a counter, while the configuration is read.
+    /// Defines or finds a counter. Possible only while the configuration is read.
     pub(crate) fn envoy_dynamic_module_callback_lb_config_define_counter(
         config: Ptr,
         name: Buffer,
@@ -169,7 +170,7 @@ unsafe extern "C" {
         label_count: usize,
         value: u64,
     ) -> u32;
-    /// Defines or finds a gauge, while the configuration is read.
+    /// Defines or finds a gauge. Possible only while the configuration is read.
     pub(crate) fn envoy_dynamic_module_callback_lb_config_define_gauge(
         config: Ptr,
         name: Buffer,

@@ -55,7 +55,8 @@ pub(crate) unsafe fn bytes<'a>(buffer: Buffer) -> &'a [u8] {
     unsafe { std::slice::from_raw_parts(buffer.data, buffer.length) }
 }
 
-/// A function that defines a metric: configuration, name, labels and their number, place for the metric's number.
+/// A function that defines a metric. Its arguments are the configuration, the metric's name, the labels, the number of
+/// labels, and the address to which it writes the metric's id.
 type Define = unsafe extern "C" fn(Ptr, Buffer, *mut Buffer, usize, *mut usize) -> u32;
 
 /// A counter; `None` if Envoy did not define it. Nothing is counted then, and balancing continues.
@@ -79,12 +80,12 @@ unsafe impl Send for LbConfig {}
 unsafe impl Sync for LbConfig {}
 
 impl LbConfig {
-    /// Defines or finds a counter, while the configuration is read.
+    /// Defines or finds a counter. Possible only while the configuration is read.
     pub(crate) fn counter(self, name: &str) -> Counter {
         Counter(self.define(name, envoy_dynamic_module_callback_lb_config_define_counter))
     }
 
-    /// Defines or finds a gauge, while the configuration is read.
+    /// Defines or finds a gauge. Possible only while the configuration is read.
     pub(crate) fn gauge(self, name: &str) -> Gauge {
         Gauge(self.define(name, envoy_dynamic_module_callback_lb_config_define_gauge))
     }
@@ -160,7 +161,7 @@ impl Lb<'_> {
             true => self.localities(priority, total),
             false => Default::default(),
         };
-        // Envoy lists healthy hosts in the order of all hosts.
+        // Envoy lists healthy hosts in the same order as in the list of all hosts.
         let mut healthy = 0;
         let host = |index: usize| {
             let address = self.address(priority, index);

@@ -68,7 +68,7 @@ extern "C" fn envoy_dynamic_module_on_program_init() -> *const c_char {
 
 // ---- hooks: the load-balancing policy ----
 
-/// Reads a configuration. Null refuses it.
+/// Reads a configuration. Returns null to refuse it.
 #[unsafe(no_mangle)]
 extern "C" fn envoy_dynamic_module_on_lb_config_new(config: Ptr, _name: Buffer, text: Buffer) -> Ptr {
     guarded(ptr::null_mut(), || {
@@ -124,7 +124,7 @@ extern "C" fn envoy_dynamic_module_on_lb_on_host_membership_update(
     });
 }
 
-/// Chooses a host. False if there is none.
+/// Chooses a host. Returns false if there is none.
 #[unsafe(no_mangle)]
 extern "C" fn envoy_dynamic_module_on_lb_choose_host(
     lb: Ptr,

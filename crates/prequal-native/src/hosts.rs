@@ -27,7 +27,7 @@ pub(crate) struct Level {
 /// A host.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Host {
-    /// `None` for a host without an IP address, such as a Unix socket. Only fallback uses such a host.
+    /// `None` for a host without an IP address, such as a Unix socket. Only the fallback uses such a host.
     pub(crate) endpoint: Option<Endpoint>,
     /// Weight in the configuration, at least 1.
     pub(crate) weight: u32,

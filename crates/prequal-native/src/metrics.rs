@@ -12,7 +12,8 @@ use prequal_core::client::{Count, Counters, Tick, labels};
 
 use crate::envoy::{Counter, Gauge, LbConfig};
 
-/// Counters with labels: name, label and its values. Each group begins at the sum of the sizes of those before it.
+/// Groups of counters with labels: name, label and its values. The index of a group's first counter is the sum of the
+/// sizes of the groups before it.
 const GROUPS: [(&str, &str, &[&str]); 7] = [
     ("picks", "branch", &labels::PICKS),
     ("reports", "result", &labels::REPORTS),

@@ -96,7 +96,7 @@ impl Policy {
         self.hosts = Hosts::new(&lb.levels(self.locality_weighted), self.panic_threshold);
         let others = self.hosts.take_others();
         self.detour.borrow_mut().set(self.hosts.total(), &others);
-        // Envoy updates the main thread first. The workers adopt what it writes.
+        // Envoy updates the main thread first. The workers adopt what the main thread writes.
         if let (Some(worker), true) = (&self.worker, self.main) {
             worker.borrow_mut().set_fleet(self.hosts.fleet());
             if prober::is_running() {

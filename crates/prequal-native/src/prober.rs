@@ -36,7 +36,7 @@ struct Probed {
 thread_local! {
     /// The clusters to probe for, on the main thread.
     static CLUSTERS: RefCell<Vec<Probed>> = const { RefCell::new(Vec::new()) };
-    /// The probes whose replies have not arrived, by Envoy's number of the call.
+    /// The probes whose replies have not arrived, by the number that Envoy gave the call.
     static PROBES: RefCell<HashMap<u64, Probe>> = RefCell::new(HashMap::new());
 }
 

@@ -28,8 +28,9 @@ pub(crate) struct Load {
     pub(crate) panic: bool,
 }
 
-/// Returns the load of each priority, from the most to the least preferred. The sum is 100, except without any
-/// priority.
+/// Returns the load of each priority, from the most to the least preferred. The sum is 100 if there is at least one
+/// priority. There is one exception: if `panic_threshold` is 1, all hosts' shares may round to 0 although not every
+/// priority is in panic. The sum is then 0.
 ///
 /// A priority is in panic if less than `panic_threshold` per cent of its hosts are healthy or degraded, and if all
 /// priorities together cannot take all requests.

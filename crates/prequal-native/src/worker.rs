@@ -22,8 +22,8 @@ use crate::store::Shared;
 pub(crate) const TICK_US: u64 = 250_000;
 
 /// Time after a transaction, microseconds. Within this time, a busy worker does not apply what responses have shown,
-/// because the next pick is likely to do so. Later, the worker applies it at once. A worker is busy if its last pick
-/// came within this time after the transaction before it.
+/// because the next pick is likely to do so. After this time, it applies that at once. A worker is busy if its last
+/// pick came within this time after the transaction before it.
 const SOON_US: u64 = 10_000;
 
 /// What the threads share about one upstream cluster. It outlives configurations: after an update, the same pool

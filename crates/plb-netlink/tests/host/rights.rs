@@ -61,7 +61,8 @@ fn as_user(capabilities: &[String]) -> Vec<String> {
     user.map(str::to_owned).into_iter().chain(sets).collect()
 }
 
-/// Does the same as root, as in the DaemonSet: root has the capabilities that the bounding set leaves.
+/// Returns the corresponding prefix for root, as in the DaemonSet: root has the capabilities that the bounding set
+/// leaves.
 fn as_root(capabilities: &[String]) -> Vec<String> {
     let added: String = capabilities.iter().map(|name| format!(",+{name}")).collect();
     let sets = ["bounding-set", "inh-caps"].map(|set| format!("--{set}=-all{added}"));

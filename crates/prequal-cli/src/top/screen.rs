@@ -39,7 +39,7 @@ pub(super) fn run(envoys: Vec<Admin>, agents: Vec<Admin>, interval: Duration) ->
             move || Reading::Agent(index, agents::scrape(&admin).map_err(|error| format!("{error:#}")));
         read_until_closed(read, interval, send.clone());
     }
-    // Also restores the terminal on a panic.
+    // This also arranges for the terminal to be restored on a panic.
     let mut terminal = ratatui::try_init()?;
     let done = draw_until_quit(&mut state, &receive, &mut terminal);
     ratatui::restore();

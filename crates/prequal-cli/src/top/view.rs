@@ -152,7 +152,7 @@ impl View {
                 self.theta,
                 self.members,
                 self.ejected,
-                if self.panic { ": PANIC, more than half would be" } else { "" }
+                if self.panic { ": PANIC, more than half would be ejected" } else { "" }
             ),
             format!("since start  {}", events(&REPLICA_EVENTS, &self.replica_events)),
             format!(
@@ -288,7 +288,11 @@ pub(super) mod tests {
         let mut now = scrape(start, 2, 800);
         now.samples.insert(("panic".into(), "my_cluster".into(), String::new()), 1);
         let view = &View::between("e", &scrape(start, 0, 400), &now)[0];
-        assert!(view.text().contains("ejected 0: PANIC, more than half would be\n"), "{}", view.text());
+        assert!(
+            view.text().contains("ejected 0: PANIC, more than half would be ejected\n"),
+            "{}",
+            view.text()
+        );
     }
 
     #[test]

@@ -166,7 +166,7 @@ impl InboundStream {
         }
     }
 
-    /// Returns how the request ended and, if that shows it, whether the replica is up.
+    /// Returns how the request ended and whether the replica is up; the latter is `None` if the end does not show it.
     fn judge(&self) -> (Outcome, Option<bool>) {
         match self.progress.class() {
             _ if self.upgraded => (Outcome::Streaming, None),

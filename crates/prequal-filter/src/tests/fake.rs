@@ -1,6 +1,7 @@
-//! A fake Envoy for testing the module natively. This file has the fake's state, one for each test's thread, and the
-//! callbacks with which the fake drives the module. [`abi`] has the functions that the module calls. The fake logs
-//! these calls in order. The SDK in between is the real one, with its dispatch, its borrows and its panics.
+//! A fake Envoy for testing the module natively. This file has the fake's state and the callbacks with which the fake
+//! drives the module. Each test runs on its own thread and has its own state. [`abi`] has the functions that the module
+//! calls. The fake logs these calls in order. The SDK in between is the real one, with its dispatch, its borrows and
+//! its panics.
 
 mod abi;
 
