@@ -195,7 +195,7 @@ func (l *levels) fitted(weight float64, running row) (capacity, bool) {
 		}
 		lastLog = log
 	}
-	// Where the levels of many requests have a narrow spread, a knee must explain more.
+	// With many requests whose levels hardly vary, the knee is 1 unless another scores clearly better.
 	alone := isMany && isNarrow && l.scores[0].score >= best-(doubt+clearly*all.left/weight)
 	for i, s := range l.scores {
 		if alone || s.score >= best-doubt {
@@ -231,7 +231,7 @@ func (l *levels) elapsed(now uint64) float64 {
 // weight returns the weight of an event at now. It grows with time, so that the past counts less and less.
 func (l *levels) weight(now uint64) float64 {
 	if now < l.latest && distance(now, l.latest) > stepUs {
-		// After a step back of the clock, the past keeps its age.
+		// If the clock has stepped back, past events keep their age.
 		l.origin = since(l.origin, distance(now, l.latest))
 		if l.begun {
 			l.since = now

@@ -154,14 +154,15 @@ func (r *Request) do(change func(l *Load, now uint64)) {
 	}
 }
 
-// Report returns the current load. leaving is the request whose response carries the report, if that request is about to end:
-// the client reads the report after its end. leaving is nil for probes, streams and long downloads.
+// Report returns the current load. leaving is the request whose response carries the report, if that request is about
+// to end: the client reads the report after the request has ended. leaving is nil for probes, streams and long
+// downloads.
 func (l *Load) Report(leaving *Request) *Report {
 	return l.report(leaving, true)
 }
 
-// report returns the current load. If means is set, it includes the means, which only ORCA needs. Probes leave means unset, so
-// that they do not update the means.
+// report returns the current load. If the argument means is set, the report includes the mean values, which only ORCA
+// needs. Probes leave it unset, so that they do not update the mean values.
 func (l *Load) report(leaving *Request, means bool) *Report {
 	now := l.now()
 	l.mutex.Lock()

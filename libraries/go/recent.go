@@ -2,7 +2,8 @@ package prequal
 
 import "math"
 
-// Single responses show some changes sooner than the fit. Follows crates/prequal-core/src/server/capacity/recent.rs.
+// Single responses show some changes sooner than the fit does. This file follows
+// crates/prequal-core/src/server/capacity/recent.rs.
 
 const (
 	certain        = 12
@@ -57,7 +58,8 @@ func (f *fastRun) take() (answers, took float64) {
 type beyond struct {
 	// Moving average of the latency of requests that arrived up to the knee, microseconds; 0 before the first.
 	unhinderedUs float64
-	// Moving average of the share of other requests that were delayed by at least half of what a queue would add.
+	// Moving average of the share of requests beyond the knee that were delayed by at least half of what a queue
+	// would add.
 	hindered float64
 	at       uint64
 }
@@ -81,8 +83,8 @@ func (b *beyond) answered(now uint64, fit capacity, arrivedAs, latencyUs uint32)
 	b.at = now
 }
 
-// hinderedAt returns the share, reduced according to its age. Old evidence is forgotten: a server that is no longer sent more
-// requests than its knee would otherwise never be tried again.
+// hinderedAt returns the share of hindered requests, which decreases with its age. Old evidence is forgotten, so that a
+// server that is never sent requests beyond its knee is tried again.
 func (b *beyond) hinderedAt(now uint64) float64 {
 	return b.hindered * max(1-float64(since(now, b.at))/forgottenUs, 0)
 }

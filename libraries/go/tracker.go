@@ -36,7 +36,7 @@ type visit struct {
 	arrived uint64
 	// When it last came to the server. Linked visits are in this order.
 	since uint64
-	// If it is away (a stream, a very long request, or one that waits for its client): since when.
+	// When it went away, if it is away: a stream, a very long request, or one that waits for its client.
 	awaySince       uint64
 	away, staysAway bool
 	// Time that it was away before since, microseconds.

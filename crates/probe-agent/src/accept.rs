@@ -35,7 +35,7 @@ impl Door {
             return Some(permit);
         }
         self.traffic.count(Event::Full);
-        self.log.failure("accept", || "--max-connections are open: any further one waits");
+        self.log.failure("accept", || "--max-connections reached: further connections wait");
         // The semaphore is never closed.
         room.clone().acquire_owned().await.ok()
     }

@@ -152,7 +152,7 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
         writeln!(out, "prequal_agent_hints_total{{result=\"{result}\"}} {}", counters.hints(seen))?;
     }
     let name = "prequal_agent_orca_reports_total";
-    head(out, name, "counter", "Load reports in ORCA format, by the way they were sent.")?;
+    head(out, name, "counter", "Load reports in ORCA format, by how they were sent.")?;
     let [on_responses, out_of_band] = counters.orca_reports();
     writeln!(out, "{name}{{way=\"response\"}} {on_responses}")?;
     writeln!(out, "{name}{{way=\"stream\"}} {out_of_band}")?;
@@ -191,7 +191,7 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
         out,
         "prequal_agent_upstream_refused_total",
         "counter",
-        "Times that the backend returned an HTTP/2 request unprocessed; usually it is sent again.",
+        "Times that the backend refused an HTTP/2 request unprocessed; usually the agent sends it again.",
     )?;
     writeln!(out, "prequal_agent_upstream_refused_total {}", counters.refused())?;
     head(

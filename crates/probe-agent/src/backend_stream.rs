@@ -34,7 +34,7 @@ pub(crate) struct BackendStream {
     /// Interval to ask for.
     pub(crate) interval: Duration,
     /// Time to wait for a report while the backend's own interval is not known, and the longest wait after that. If
-    /// three times `interval` is longer, that counts instead.
+    /// three times `interval` is longer, the agent waits for that time instead.
     pub(crate) silence: Duration,
 }
 
@@ -155,8 +155,8 @@ impl BackendStream {
     }
 }
 
-/// Returns the time of the next look at the connection. Fails if the stream must end: because the backend is `leaving`
-/// (it may be waiting for its streams to end), or because the deadline has passed. `late` is the error in that case.
+/// Returns when to check the connection next. Fails if the stream must end: because the backend is `leaving` (it may be
+/// waiting for its streams to end), or because the deadline has passed. In the latter case, `late` is the error.
 fn next_look(
     deadline: Instant,
     leaving: bool,
@@ -265,7 +265,7 @@ const UNIMPLEMENTED: &str = "12";
 const MISSED: u32 = 3;
 /// Shortest time after which a stream counts as stalled. Reports on responses are valid for the same time.
 const MIN_PATIENCE: Duration = Duration::from_secs(10);
-/// Interval of the checks whether the backend is closing the connection.
+/// Interval at which the agent checks whether the backend is closing the connection.
 const LOOK: Duration = Duration::from_secs(1);
 /// Pauses between two streams.
 const MIN_PAUSE: Duration = Duration::from_secs(1);

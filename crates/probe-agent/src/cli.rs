@@ -268,7 +268,7 @@ pub struct Cli {
           value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
     max_upstream_waiting: u64,
 
-    /// PING clients over HTTP/2 that have been silent for this long, 0 (never) to 86400000; end the connection if no
+    /// PING HTTP/2 clients that have been silent for this long, 0 (never) to 86400000; end the connection if no
     /// answer comes within the same time, 20 s at most
     #[arg(long, value_name = "MS", default_value_t = 60_000, env = "PROBE_AGENT_PING_MS",
           value_parser = clap::value_parser!(u64).range(0..=86_400_000))]

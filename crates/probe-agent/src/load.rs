@@ -165,7 +165,7 @@ impl Load {
         }
     }
 
-    /// Returns the report of this replica as `endpoint`.
+    /// Returns the report of this replica, which names the replica by `endpoint`.
     ///
     /// `leaving` is the request whose response carries the report, if that request is about to end. The client reads
     /// the report when the response is over, so the report must say what the *next* request would find.

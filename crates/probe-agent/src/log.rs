@@ -76,7 +76,7 @@ impl Log {
         }
     }
 
-    /// Logs the reason of a failure, unless another failure of its class was just logged.
+    /// Logs the reason for a failure, unless another failure of its class was just logged.
     pub(crate) fn failure<T: Display>(&self, class: &'static str, message: impl FnOnce() -> T) {
         if self.format.is_none() {
             return;

@@ -1,5 +1,5 @@
 //! Out-of-band load reports: the gRPC service `xds.service.orca.v3.OpenRcaService`. Its only method sends a report at
-//! the interval that the client asks for, until the client leaves or the agent drains.
+//! the interval that the client asks for, until the client leaves or the agent is draining.
 //!
 //! The service exists only if the operator asks for it; otherwise the backend gets these calls. The calls do not count
 //! as requests in flight. A client that does not read gets no more reports than fit its window.
@@ -55,7 +55,7 @@ impl Oob {
         req.uri().path() == METHOD && req.version() == Version::HTTP_2
     }
 
-    /// Starts a stream of reports of `load` as `endpoint`, or refuses with a reason.
+    /// Starts a stream of reports of `load`, or refuses with a reason. `endpoint` is that of the replica.
     pub(crate) async fn serve<B: Body<Data = Bytes> + Unpin>(
         &self,
         req: Request<B>,
@@ -71,7 +71,7 @@ impl Oob {
             biased;
             () = life.clone().until(Phase::Draining) => Err(DRAINS),
             asked = tokio::time::timeout(self.patience, read(req.into_body())) => {
-                asked.unwrap_or(Err(Refusal("4", "the request did not come")))
+                asked.unwrap_or(Err(Refusal("4", "the request did not arrive in time")))
             }
         };
         let interval = match asked {
@@ -102,7 +102,7 @@ impl Oob {
 /// A gRPC status and its message.
 struct Refusal(&'static str, &'static str);
 
-const DRAINS: Refusal = Refusal("14", "the agent drains");
+const DRAINS: Refusal = Refusal("14", "the agent is draining");
 
 /// Returns a "trailers-only" response, as gRPC calls it.
 fn refuse(load: &Load, refusal: Refusal) -> Response<Reports> {
@@ -131,7 +131,7 @@ async fn read<B: Body<Data = Bytes> + Unpin>(mut body: B) -> Result<Duration, Re
             let [flag, length @ ..] = *prefix;
             let length = u32::from_be_bytes(length) as usize;
             if flag != 0 {
-                return Err(Refusal("12", "compressed requests are not understood"));
+                return Err(Refusal("12", "compressed requests are not supported"));
             }
             if length > MAX_REQUEST {
                 return Err(Refusal("8", "the request is longer than 4096 bytes"));
@@ -150,7 +150,7 @@ async fn read<B: Body<Data = Bytes> + Unpin>(mut body: B) -> Result<Duration, Re
 
 fn interval(message: &[u8]) -> Result<Duration, Refusal> {
     let request = OrcaLoadReportRequest::decode(message)
-        .map_err(|_| Refusal("3", "the request is no OrcaLoadReportRequest"))?;
+        .map_err(|_| Refusal("3", "the request is not an OrcaLoadReportRequest"))?;
     let Some(asked) = request.report_interval else { return Ok(DEFAULT_INTERVAL) };
     match (u64::try_from(asked.seconds), u32::try_from(asked.nanos)) {
         (Ok(0), Ok(0)) => Ok(DEFAULT_INTERVAL),

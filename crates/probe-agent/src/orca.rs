@@ -55,7 +55,7 @@ pub enum OrcaClass {
     /// All responses.
     #[default]
     All,
-    /// Responses of gRPC.
+    /// gRPC responses.
     Grpc,
     /// All other responses.
     Http,

@@ -7,8 +7,8 @@ use tokio::sync::watch;
 #[derive(Clone, Copy, Debug, Eq, PartialEq, PartialOrd)]
 pub(crate) enum Phase {
     Serving,
-    /// The agent accepts nothing new. HTTP/2 connections send GOAWAY, HTTP/1.1 connections close with their next
-    /// response.
+    /// The agent accepts nothing new. HTTP/2 connections send GOAWAY, and HTTP/1.1 connections close with their
+    /// next response.
     Draining,
     /// Connections without a request are closed too.
     Closing,

@@ -63,7 +63,7 @@ fn kib(kib: f64) -> f64 {
 const UTIME: usize = 14;
 const STIME: usize = 15;
 const START: usize = 22;
-/// `USER_HZ`, the unit in which Linux reports times to programs, regardless of its own clock.
+/// `USER_HZ`: Linux reports times to programs in hundredths of a second, regardless of the kernel's own tick rate.
 const TICKS: f64 = 100.0;
 
 #[cfg(test)]

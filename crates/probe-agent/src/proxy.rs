@@ -193,8 +193,8 @@ async fn read_rest(body: Incoming) -> bool {
     short && tokio::time::timeout(READ_REST_PATIENCE, body.collect()).await.is_ok_and(|read| read.is_ok())
 }
 
-/// Adds the headers of a response that the agent writes in the backend's place: to a request beyond the limit, or one
-/// that could not be forwarded.
+/// Adds headers to a response that the agent writes in the backend's place: the request was beyond the limit, or could
+/// not be forwarded.
 fn finish(conn: &Connection, mut response: Response<AgentBody>) -> Response<AgentBody> {
     add_report(conn, response.headers_mut(), None);
     if conn.watch.is_unread() {

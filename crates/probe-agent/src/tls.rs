@@ -53,7 +53,7 @@ pub enum TlsError {
     },
     /// The system has no bundle of authorities that can be read.
     #[error(
-        "no CA certificates on this system (SSL_CERT_FILE, SSL_CERT_DIR, or where OpenSSL has them{}): give --upstream-ca",
+        "no CA certificates found on this system (SSL_CERT_FILE, SSL_CERT_DIR, or where OpenSSL has them{}): set --upstream-ca",
         reasons.iter().map(|reason| format!("; {reason}")).collect::<String>()
     )]
     NoSystemRoots {
@@ -72,7 +72,7 @@ pub enum TlsError {
     #[error("clients can only be verified over TLS: also give a certificate and key to listen with")]
     NoCertificate,
     /// The name to verify is neither a DNS name nor an address.
-    #[error("`{0}` is no DNS name or IP address")]
+    #[error("`{0}` is neither a DNS name nor an IP address")]
     Name(String),
     /// The system failed while reading files.
     #[error("reading")]

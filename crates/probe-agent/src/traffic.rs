@@ -62,7 +62,7 @@ const FAMILIES: [Family; 7] = [
     ),
     Family(
         "prequal_agent_shed_total",
-        "Requests answered with 503 because --max-rif others were in flight.",
+        "Requests answered with 503 because the --max-rif limit was reached.",
         "",
         &[(Event::Shed, "")],
     ),
@@ -85,7 +85,7 @@ const FAMILIES: [Family; 7] = [
     ),
     Family(
         "prequal_agent_access_log_lost_total",
-        "Lines of the access log that standard output did not accept, or not in time.",
+        "Lines of the access log that standard output did not accept at all or in time.",
         "",
         &[(Event::AccessLost, "")],
     ),

@@ -513,8 +513,8 @@ impl Drop for Agent {
     }
 }
 
-/// Raises this process' limit, which the agent inherits, and returns the number of silent connections that it allows.
-/// Raising the hard limit requires CAP_SYS_RESOURCE.
+/// Raises this process' limit of file descriptors, which the agent inherits. Returns the number of silent connections
+/// that the limit allows. Raising the hard limit requires CAP_SYS_RESOURCE.
 fn allow_descriptors(wanted: u64) -> u64 {
     let pid = std::process::id().to_string();
     let limit = |which: &str| {

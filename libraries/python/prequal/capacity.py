@@ -186,7 +186,7 @@ class Levels:
                 time -= row.time
                 left -= row.left
             last_log = log
-        # Where the levels of many requests have a narrow spread, a knee must explain more.
+        # With many requests whose levels hardly vary, the knee is 1 unless another scores clearly better.
         alone = many and narrow and scores[0][0] >= best - (DOUBT + CLEARLY * all_left / weight)
         for k, (score, effort) in enumerate(scores, 1):
             if alone or score >= best - DOUBT:
@@ -212,7 +212,7 @@ class Levels:
     def _weight(self, now: int) -> float:
         """Returns the weight of an event at `now`. It grows with time, so that the past counts less and less."""
         if self._latest - now > STEP_US:
-            # After a step back of the clock, the past keeps its age.
+            # If the clock has stepped back, past events keep their age.
             self._origin = max(self._origin - (self._latest - now), 0)
             if self._since is not None:
                 self._since = now

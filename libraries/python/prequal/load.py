@@ -67,9 +67,9 @@ class Load:
         return self._report(leaving, True)
 
     def _report(self, leaving: Request | None, means: bool) -> Report:
-        """Returns the current load. If `means` is set, it includes the means, which only ORCA needs.
+        """Returns the current load. If `means` is set, the report includes the mean values, which only ORCA needs.
 
-        Probes leave `means` unset, so that they do not update the means.
+        Probes leave `means` unset, so that they do not update the mean values.
         """
         now = self._clock()
         with self._lock:

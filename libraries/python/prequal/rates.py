@@ -109,6 +109,6 @@ def halved(us: int) -> float:
 
 
 def rounded(value: float) -> int:
-    """Rounds to the nearest integer, and a half up. `round` would take a half to the even number."""
+    """Rounds to the nearest integer, with halves rounded up. `round` would round halves to the nearest even integer."""
     whole = math.floor(value)
     return whole + 1 if value - whole >= 0.5 else whole

@@ -1,4 +1,4 @@
-"""Single responses show some changes sooner than the fit. Follows crates/prequal-core/src/server/capacity/recent.rs."""
+"""Detects some changes sooner than the fit does. Follows crates/prequal-core/src/server/capacity/recent.rs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ class Beyond:
     def __init__(self) -> None:
         #: Moving average of the latency of requests that arrived up to the knee, microseconds; 0 before the first.
         self._unhindered_us = 0.0
-        #: Moving average of the share of other requests that were delayed by at least half of what a queue would add.
+        #: Moving average of the share of requests beyond the knee that were delayed by at least half of what a queue
+        #: would add.
         self._hindered = 0.0
         self._at = 0
 
@@ -81,10 +82,9 @@ class Beyond:
         self._hindered, self._at = share + (hindered - share) / REMEMBERED, now
 
     def _hindered_at(self, now: int) -> float:
-        """Returns the share, reduced according to its age.
+        """Returns the share of hindered requests, which decreases with its age.
 
-        Old evidence is forgotten: a server that is no longer sent more requests than its knee would otherwise never be
-        tried again.
+        Old evidence is forgotten, so that a server that is never sent requests beyond its knee is tried again.
         """
         return self._hindered * max(1.0 - max(now - self._at, 0) / FORGOTTEN_US, 0.0)
 

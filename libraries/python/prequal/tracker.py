@@ -52,7 +52,7 @@ class Visit:
         self.arrived = now
         #: When it last came to the server.
         self.since = now
-        #: If it is away (a stream, a very long request, or one that waits for its client): since when.
+        #: When it went away, if it is away: a stream, a very long request, or one that waits for its client.
         self.away_since: int | None = None
         self.stays_away = False
         #: Time that it was away before `since`.

@@ -367,8 +367,8 @@ impl Pool {
         Box::pin(self.greet(stream)).await
     }
 
-    /// Opens HTTP/2 and waits for the `SETTINGS` that every HTTP/2 server sends first. Before them, neither the number
-    /// of streams nor whether the backend is alive is known.
+    /// Opens HTTP/2 and waits for the `SETTINGS` that every HTTP/2 server sends first. Until they arrive, the agent
+    /// knows neither how many streams the backend allows nor whether it is alive.
     async fn greet<T>(&self, io: T) -> Result<Conn, Failure>
     where
         T: AsyncRead + AsyncWrite + Send + Unpin + 'static,

@@ -1,4 +1,5 @@
-//! Names in Istio's form: in SNI and authority, its clusters are `outbound_.PORT_._.HOST` or `outbound|PORT||HOST`.
+//! Names in Istio's form. In SNI and authority, Istio names its clusters `outbound_.PORT_._.HOST` or
+//! `outbound|PORT||HOST`.
 
 use crate::common::{agent, backend, frame, raw, read_frame, text, within};
 use http_body_util::BodyExt;

@@ -22,7 +22,7 @@ use tokio::sync::Notify;
 use crate::common::{Reply, Running, agent, any_port, backend, eventually, fetch, raw_backend, text, within};
 use crate::orca::{METHOD, Report, asking};
 
-/// Answers calls of `METHOD` with what `talk` sends. It gets the number of the call, from 0.
+/// Answers calls of `METHOD` with what `talk` sends. `talk` gets the number of the call, from 0.
 fn streams<F, R>(req: Request<Incoming>, calls: &AtomicUsize, talk: F) -> Reply
 where
     F: FnOnce(usize, Request<Incoming>, Sender<Bytes>) -> R,

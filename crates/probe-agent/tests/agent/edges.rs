@@ -228,7 +228,7 @@ async fn a_tunnel_ends_when_its_backend_goes_away() {
     let request = b"GET / HTTP/1.1\r\nhost: a\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n";
     tcp.write_all(request).await.unwrap();
     read_head(&mut tcp).await;
-    // The client goes on sending: unread data must not hold the tunnel.
+    // The client goes on sending: unread data must not keep the tunnel open.
     let sends = tokio::spawn(async move { while tcp.write_all(b"ping").await.is_ok() {} });
     agent.at_rest([0, 0, 0, 1]).await;
     within(sends).await.unwrap();

@@ -144,7 +144,7 @@ async fn slow_heads_end_a_connection_and_idling_does_not() {
         tcp.write_all(dribble.as_bytes()).await.unwrap();
         let dribbling = async {
             loop {
-                // With one more letter it would not be a preface, and would be answered.
+                // With one more letter, the bytes would no longer be the start of a preface, and would be answered.
                 if !dribble.starts_with("PRI") {
                     let _ = tcp.write_all(b"y").await;
                 }

@@ -163,8 +163,8 @@ async fn a_silent_connection_delays_no_request() {
     assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
 }
 
-/// Starts a backend that allows `streams` on a connection, and counts the requests that it is handling. No request ends
-/// before `go`.
+/// Starts a backend that allows `streams` on a connection, and counts the requests that it has begun to handle. Each
+/// permit added to `go` lets one request end.
 async fn limited(streams: u32) -> (SocketAddr, Arc<AtomicUsize>, Arc<Semaphore>) {
     let (in_hand, go) = (Arc::new(AtomicUsize::new(0)), Arc::new(Semaphore::new(0)));
     let (counter, gate) = (in_hand.clone(), go.clone());
@@ -400,7 +400,7 @@ async fn a_request_is_sent_again_only_if_kept_and_unprocessed() {
 }
 
 /// Starts a backend that accepts a number of requests on each connection; the last number applies to all later
-/// connections. With the last request that it accepts, it sends GOAWAY. It ignores those that come after it.
+/// connections. When the last request that it accepts arrives, the backend sends GOAWAY. It ignores later requests.
 async fn accepting(numbers: &'static [u32]) -> SocketAddr {
     let connections = AtomicUsize::new(0);
     raw_backend(move |mut tcp| {
@@ -472,8 +472,8 @@ async fn a_backend_that_accepts_more_requests_again_needs_few_connections() {
     assert!(connections <= 3, "{connections} connections");
 }
 
-/// Serves one connection as an HTTP/2 server: answers each request once its head is there, and stops after `most`. The
-/// rest of their bodies is not read.
+/// Serves one connection as an HTTP/2 server: answers each request once its head is there, and stops after `most`
+/// answers. Whatever arrives after that is not read.
 fn answer_heads(tcp: &mut std::net::TcpStream, most: usize) -> io::Result<()> {
     tcp.read_exact(&mut [0; 24])?;
     tcp.write_all(&frame(SETTINGS, 0, 0, &[]))?;

@@ -123,7 +123,7 @@ fn no_body() -> Body {
     Channel::new(1).1
 }
 
-/// Sends `pieces` pieces, and then nothing as long as the connection is open.
+/// Sends up to `pieces` pieces with pauses. If `hold` is set, then sends nothing for a minute before the body ends.
 async fn drip(mut tx: Sender<Bytes, Infallible>, pieces: usize, hold: bool) {
     for _ in 0..pieces {
         if tx.send_data(Bytes::from_static(b"drip")).await.is_err() {
@@ -138,7 +138,7 @@ async fn drip(mut tx: Sender<Bytes, Infallible>, pieces: usize, hold: bool) {
 
 #[tokio::test]
 async fn a_stalled_body_ends_its_request() {
-    // Answers with a body: one piece and then nothing, or many pieces with pauses.
+    // Answers with a body: one piece and then nothing.
     let addr = backend(|req| async move {
         if req.headers().contains_key("x-discard") {
             let _ = req.into_body().collect().await;
@@ -188,7 +188,7 @@ async fn a_stalled_upload_is_aborted_at_the_backend_too() {
             if answers {
                 assert!(within(answer.unwrap().into_body().collect()).await.is_err(), "{down} {up}");
             } else {
-                // The order is not defined. If the backend has broken off first, the agent answers itself.
+                // The order is not defined. If the backend has broken off first, the agent sends an answer of its own.
                 assert!(!answer.is_ok_and(|answer| answer.status().is_success()), "{down} {up}");
             }
             assert_eq!(within(ends.recv()).await, Some(true), "{answers} {down} {up}: a whole body");

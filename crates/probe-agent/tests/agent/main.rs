@@ -1,7 +1,7 @@
 //! The agent over real sockets: inside this process, and as the program that operators start.
 //!
 //! All modules are one program, so that it links once; each module has one theme. `floods.rs` is a separate program: it
-//! raises this process' limit of descriptors, and its clients must not wait for other tests.
+//! raises the limit of file descriptors of its process, and its clients must not wait for other tests.
 
 #[path = "../common/mod.rs"]
 mod common;

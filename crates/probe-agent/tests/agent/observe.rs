@@ -54,7 +54,7 @@ async fn connections_beyond_the_limit_wait() {
     becomes(&process, "prequal_agent_connections_total{port=\"service\"}", "3").await;
     process.terminate().await;
     let (status, stderr) = process.end().await;
-    assert_eq!((status, stderr.contains("--max-connections are open")), (Some(0), true), "{stderr}");
+    assert_eq!((status, stderr.contains("--max-connections reached")), (Some(0), true), "{stderr}");
 }
 
 /// Returns the CPU time of a process so far, in hundredths of a second.

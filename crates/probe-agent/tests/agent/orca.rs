@@ -117,7 +117,7 @@ async fn responses_carry_load_in_the_configured_format() {
     }
 }
 
-/// `OrcaLoadReportRequest` with an interval in milliseconds, below 2 s, as a gRPC message.
+/// `OrcaLoadReportRequest` with an interval in milliseconds, as a gRPC message.
 pub fn asking(interval_ms: u32) -> Vec<u8> {
     #[derive(Clone, Copy, PartialEq, prost::Message)]
     struct Interval {
@@ -472,7 +472,7 @@ async fn the_reports_of_a_backend_provide_the_utilisation() {
     assert_eq!(head.headers["x-asked"], "no");
 }
 
-/// Starts a backend that sends `headers`, and in its trailers those of a gRPC call and `trailers`.
+/// Starts a backend that sends `headers`. Its trailers are the gRPC status 0 and `trailers`.
 async fn with_trailers(
     headers: &'static [(&'static str, &'static str)],
     trailers: Vec<(&'static str, HeaderValue)>,
@@ -582,7 +582,7 @@ async fn grpc_trailers_carry_the_report_of_the_agent() {
         assert!(report.rps_fractional > 0.0, "{report:?}");
         assert_eq!(report.named_metrics["prequal_rif"], 0.0, "the call has ended");
     }
-    // Trailers of other responses stay as they came.
+    // Trailers of responses that the settings do not select stay as they came.
     let addr = with_trailers(&[], vec![cpu(0.25)]).await;
     let http = agent(addr, |config| {
         config.orca = Orca { class: OrcaClass::Http, ..orca(OrcaFormat::Binary) };

@@ -1,5 +1,5 @@
-//! Contents of reports besides the load: how much of the replica fails, how long it has been up, and for which queries
-//! it is ready.
+//! Contents of reports besides the load: what share of requests the replica fails, how long it has been up, and for
+//! which queries it is ready.
 
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
