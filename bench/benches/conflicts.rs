@@ -38,14 +38,14 @@ const FLEET: u16 = 16;
 const TICK_US: u64 = 250_000;
 /// The workers start one after the other within this time.
 const START_US: u64 = 100_000;
-/// Approximate number of requests that all workers together then serve.
+/// Approximate number of requests that all workers together serve after that time.
 const REQUESTS: f64 = 20_000.0;
 const ANSWER_US: u64 = 10_000;
 const REPLY_US: u64 = 1000;
 /// Number of requests of all real threads together.
 const HAMMERED: usize = 200_000;
 
-/// Bytes by key, each with the number of its last write.
+/// Bytes by key, each with the version number of its last write.
 #[derive(Default)]
 struct Values(HashMap<String, (Vec<u8>, u32)>, u32);
 

@@ -1,5 +1,5 @@
-//! Measures the cost of a request while replicas are ejected: the pick and its response, through a balancer whose
-//! values are bytes in shared data. Goal: with 1000 ejected replicas, no more than 1.2 times the cost with none.
+//! Measures the cost of a request while replicas are ejected: the pick and its response. The balancer keeps its state
+//! as bytes in shared data. Goal: with 1000 ejected replicas, no more than 1.2 times the cost with none.
 
 mod served;
 
@@ -29,7 +29,7 @@ use served::Served;
 const FLEET: u16 = 2100;
 const STEP_US: u64 = 100;
 
-/// Bytes by key, with the number of their last write.
+/// Bytes by key, with the version number of their last write.
 type Values = Rc<RefCell<HashMap<String, (Vec<u8>, u32)>>>;
 
 /// Copies the bytes on every read and write, as a host does.

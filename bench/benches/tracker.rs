@@ -79,7 +79,7 @@ fn seen(levels: u32) -> (Levels, Micros) {
 }
 
 fn capacity(c: &mut Criterion) {
-    // A fit that is 10 ms old is due.
+    // The fit is renewed once it is 10 ms old.
     const DUE_US: u64 = 10_000;
     for levels in [16, 32, 64, 512] {
         let (mut seen, now) = seen(levels);

@@ -2,8 +2,8 @@
 //!
 //! This file defines what a replica can be ([`ReplicaSpec`], [`Change`]); `backends/replica.rs` implements its
 //! behaviour. Parent and child communicate over the child's standard streams, one JSON line per message: first the
-//! whole [`Fleet`], then one [`Change`] at a time. The child ends when its standard input is closed, so also when the
-//! parent is killed.
+//! whole [`Fleet`], then one [`Change`] at a time. The child ends when its standard input is closed, and therefore also
+//! when the parent is killed.
 
 mod clock;
 mod engine;
@@ -67,7 +67,7 @@ pub(crate) enum Service {
     Normal { mean_ms: f64, sd_ms: f64 },
     /// Uses this much CPU time on its own thread, one request after the other.
     Cpu { us: u64 },
-    /// Sleeps `hit_ms` if the request's key is among the `entries` keys used last, else `miss_ms`.
+    /// Sleeps `hit_ms` if the request's key is among the `entries` most recently used keys, else `miss_ms`.
     Cache { entries: usize, hit_ms: u64, miss_ms: u64 },
     /// Serves `slots` requests at a time, each for a time drawn from a seeded generator. Any number of requests can
     /// wait, and they are served in order of arrival. Accurate to about 0.1 ms; a late reply does not delay other

@@ -29,8 +29,8 @@ pub(crate) struct Round {
     pub(crate) median_us: f64,
 }
 
-/// Runs one round of GETs against `target`; each connection repeats one of `paths`, in turn. `cpu` returns the CPU time
-/// so far of the processes under measurement.
+/// Runs one round of GETs against `target`. The connections are assigned to `paths` in turn, and each repeats its path.
+/// `cpu` returns the CPU time so far of the processes under measurement.
 ///
 /// # Errors
 /// If any answer is not a 200 with a length: a number that includes errors would be meaningless.

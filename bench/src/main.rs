@@ -1,7 +1,7 @@
 //! Benchmarks through a real Envoy: the demo, the end-to-end scenarios and the cost of the filter.
 //!
-//! `cargo xtask demo` and `cargo xtask bench` set up its environment and run it. `benches/` measures the cost of the
-//! rules without Envoy.
+//! `cargo xtask demo` and `cargo xtask bench` set up this program's environment and run it. `benches/` measures the
+//! cost of the rules without Envoy.
 
 mod arm;
 mod backends;

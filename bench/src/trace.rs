@@ -98,7 +98,7 @@ impl Replay {
 
 /// Replays, prints and judges; the exit code says whether every goal was reached.
 pub(crate) async fn run(args: &Replay) -> Result<ExitCode> {
-    let arms = args.length.named("this", &ARMS, Arm::label)?;
+    let arms = args.length.named("trace", &ARMS, Arm::label)?;
     let speedups = args.speedups()?;
     let length = FIRST + args.length.seconds(60);
     let passes = args.length.passes(3);

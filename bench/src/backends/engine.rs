@@ -28,7 +28,7 @@ const USUAL_CONTEXT: u32 = 2048;
 pub(crate) struct EngineSpec {
     /// Time in which an iteration reads the model's weights, µs.
     pub(crate) step_us: f64,
-    /// Time that each sequence of the batch adds to it, µs.
+    /// Time that each sequence of the batch adds to an iteration, µs.
     pub(crate) sequence_us: f64,
     /// Prefill time per token, µs. Prefill is limited by arithmetic, and the times above are limited by memory. Both
     /// overlap, so an iteration takes the longer of the two.
@@ -47,12 +47,14 @@ impl EngineSpec {
     /// Llama 2 70B on two H100 with 80 GB each.
     ///
     /// The times are fitted by eye to `data/perf_model.csv` of Mutinifni/splitwise-sim, measured for the paper that
-    /// published the trace. They are within 25 % of it: prefill of 512, 2048 and 8192 tokens 84, 308 and 1340 ms, and a
-    /// step 37 ms with one sequence and 40, 42 and 52 ms with 8, 16 and 32. The KV cache takes 320 KB per token (80
-    /// layers, 8 heads of 128 values, two bytes each, keys and values) of the 6 to 14 GB that the weights leave at a
-    /// memory utilisation of 0.90 to 0.95. `max_prefill` is the longest context of the trace, rounded up. `shared` is
-    /// an assumption: the trace is of code completion, where an editor sends the same file again, changed near the
-    /// cursor.
+    /// published the trace. With up to 32 sequences they are within 25 % of it. In the file, a prefill of 512, 2048 and
+    /// 8192 tokens takes 84, 308 and 1340 ms. A step takes 37 ms with one sequence, and 40, 42 and 52 ms with 8, 16 and
+    /// 32.
+    ///
+    /// The KV cache takes 320 KB per token (80 layers, 8 heads of 128 values, two bytes each, keys and values). At a
+    /// memory utilisation of 0.90 to 0.95, the weights leave 6 to 14 GB for it. `max_prefill` is the longest context of
+    /// the trace, rounded up. `shared` is an assumption: the trace is of code completion, where an editor sends the
+    /// same file again, changed near the cursor.
     pub(crate) const LLAMA2_70B: Self = Self {
         step_us: 37_000.0,
         sequence_us: 350.0,

@@ -48,7 +48,8 @@ pub(super) struct Spec {
 
 /// Prints the address and serves until the process ends.
 pub(super) fn serve(spec: &Spec) -> Result<()> {
-    // Connections are checked often, because queries that burn CPU time are always ready.
+    // The tasks of queries that burn CPU time are always ready to run, so the runtime must look for new data on
+    // connections often.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().event_interval(4).build()?;
     LocalSet::new().block_on(&runtime, async {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;

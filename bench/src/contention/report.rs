@@ -71,7 +71,7 @@ pub(super) fn tables(ramp: &Ramp, runs: &[PolicyRuns]) -> String {
     let quantiles = QUANTILES.map(|(_, name)| format!("{name} ms"));
     let mut header = vec!["policy"];
     header.extend(quantiles.iter().map(String::as_str));
-    header.extend(["failed", "CPU of allocation", "samples", "idle"]);
+    header.extend(["failed", "CPU, share of allocation", "samples", "idle"]);
     let mut text = String::new();
     for (step, load) in ramp.loads.iter().enumerate() {
         let rows: Vec<Vec<String>> = runs.iter().flat_map(|runs| rows(runs, step)).collect();

@@ -114,7 +114,7 @@ impl Grown {
 
     fn judge(&self, goals: &mut Goals) {
         let Some(last) = (1..self.sizes.len()).rev().find(|size| !self.is_beyond(*size)) else {
-            println!("{}: not judged, only the smallest size fits this machine", self.quantity);
+            println!("{}: not judged, because only the smallest size fits this machine", self.quantity);
             return;
         };
         let beside: Vec<String> = (0..self.shown)

@@ -1,9 +1,9 @@
 //! The cost of a large fleet: the filter with few replicas and with many, each compared with an Envoy that uses round
 //! robin.
 //!
-//! Three questions: Does a request cost more in the large fleet, net of round robin, which opens as many connections?
-//! How much does the membership cost per second, at a fixed and low request rate? How soon is a new replica known?
-//! Request latency is not measured here.
+//! Three questions: Does the filter add more to the cost of a request in the large fleet? (The cost with round robin,
+//! which opens as many connections, is subtracted.) How much does the membership cost per second, at a fixed and low
+//! request rate? How soon is a new replica known? Request latency is not measured here.
 
 use std::time::{Duration, Instant};
 
@@ -33,7 +33,8 @@ const FOUND_WITHIN: Duration = Duration::from_secs(10);
 const PACE: Duration = Duration::from_millis(5);
 /// Time to wait for a newcomer before giving up.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Time to wait until the filter knows every replica. It finds at most 105 a second.
+/// Time to wait until the filter knows every replica. It sends at most 105 discovery probes a second in a settled
+/// fleet, and up to 1000 while it keeps finding replicas.
 const LEARNING: Duration = Duration::from_secs(150);
 /// The probe cluster of the shipped configuration.
 pub(super) const PROBING: &str = "replicas-agent";

@@ -80,8 +80,8 @@ fn healing() -> Scenario {
         name: "ingress, slow replica made fast".to_owned(),
         arms: vec![Arm::Prequal],
         schedule: vec![(healed, ReplicaEvent::Backend(FAST, fast))],
-        // The same goal as for a fault that ends. Trials find the healed replica: they are one request in 2000, shared
-        // with the other slow replica.
+        // The same goal as in `sinkhole.rs`. Trials find the healed replica. At this rate, one request in 4000 is a
+        // trial of a replica that looks far slower, and the two slow replicas share these trials.
         watch: Some(Watch { replica: FAST, within: Duration::from_secs(10), part: 0.5 }),
         goals: vec![Goal::Back, Goal::NoneFailed],
         ..scenario(seconds)

@@ -21,7 +21,7 @@ pub(super) fn send(order: &Order) -> Result<Vec<Record>> {
             .arg(format!("-qps={}", order.per_second))
             .arg(format!("-c={}", order.per_second))
             .arg(format!("-n={}", order.requests()))
-            // With a duration, fortio stretches the intervals until the last request is due at its end.
+            // No duration: with one, fortio stretches the intervals so that the last request is due at the end of it.
             .arg("-t=-1s")
             .arg(format!("-timeout={}s", TIMEOUT.as_secs()))
             .arg(order.url()),

@@ -16,9 +16,9 @@ pub(super) enum Generator {
     Ours,
     /// An open loop
     Vegeta,
-    /// Connections with a pace each
+    /// Connections, each at its own pace
     Fortio,
-    /// Connections with a pace each
+    /// Connections, each at its own pace
     H2load,
     /// An open loop
     Oha,

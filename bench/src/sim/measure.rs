@@ -42,7 +42,7 @@ impl RunRecord {
         Latencies::new(self.samples.iter().map(|sample| sample.latency_us).collect())
     }
 
-    /// Share of the queries that arrive in `window` (seconds) whose server satisfies `server`.
+    /// Of the queries that arrive in `window` (seconds), the share whose server satisfies `server`.
     pub(crate) fn share(&self, server: impl Fn(usize) -> bool, window: impl Fn(f64) -> bool) -> f64 {
         let inside = self.samples.iter().filter(|s| window(f64::from(s.at_ms) / 1e3));
         let (mut all, mut hits) = (0u64, 0u64);

@@ -146,7 +146,7 @@ const FLOOR: &str = "floor";
 const CSWRR: &str = "CSWRR";
 const CSWRR_FAST: &str = "CSWRR (fast)";
 
-/// Prequal under the paper's profile: Q = 2^(−1/4), 3 probes a query, probes only.
+/// Prequal under the paper's profile: Q = 2^(−1/4), 3 probes a query, and no reports on responses.
 pub(crate) fn paper() -> Prequal {
     Prequal {
         pool: Profile::Paper.pool_settings(),

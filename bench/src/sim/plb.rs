@@ -20,8 +20,8 @@ use super::report::{Report, Statement, Verdict, spread};
 use super::server::Nanos;
 
 /// Round trip through both hosts' stacks without queueing, nanoseconds. Chosen to match the paper's row with even
-/// weights: 470 repaths/s, 99.9 % of them from idle, and 5.3 times as long for 1 MB as for 16 kB (here: 540, 99 % and
-/// 12 times). With the fabric's 20 µs alone, the results are 2000 repaths/s, 94 % and 20 times.
+/// weights: 470 repaths/s, 99.9 % of them from idle, and a 1 MB request takes 5.3 times as long as one of 16 kB (here:
+/// 540, 99 % and 12 times). With the fabric's 20 µs alone, the results are 2000 repaths/s, 94 % and 20 times.
 const BASE: Nanos = 100_000;
 /// Packets in one TSO frame, and bytes in a packet.
 const TSO: u32 = 16;

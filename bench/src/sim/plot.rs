@@ -1,5 +1,5 @@
-//! Line charts over an axis of points, and dot charts that compare lines by name. Each chart is one panel, logarithmic
-//! or linear. SVG only, so that no font library is needed.
+//! Line charts over an axis of points, and dot charts with a named row for each line. Each chart is one panel,
+//! logarithmic or linear. SVG only, so that no font library is needed.
 
 use std::path::Path;
 
@@ -90,7 +90,7 @@ fn steps(low: f64, high: f64) -> Vec<f64> {
     (first..).map(|index| index as f64 * step).take_while(|at| *at <= high).take(20).collect()
 }
 
-/// An axis in either direction, with given ticks.
+/// An axis that rises or falls, with given ticks.
 struct TickAxis {
     from: f64,
     to: f64,

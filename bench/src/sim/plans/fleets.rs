@@ -168,7 +168,7 @@ fn all() -> Vec<Point> {
         fleet("10 × 1 core, exactly 20, 80 %", &[(10, NO_QUEUE, 20.0)], Exact, 400.0).with(on_one_core),
         fleet("10 × 1 core, exp 20, 80 %", &[(10, NO_QUEUE, 20.0)], Exponential, 400.0).with(on_one_core),
         fleet("5 at 20, 5 at 40, exactly, 80 %", &[(5, 1, 20.0), (5, 1, 40.0)], Exact, 300.0),
-        // Closed loops, as of load generators with a fixed number of connections. Every replica is saturated.
+        // Closed loops, as from load generators with a fixed number of connections. Every replica is saturated.
         closed("8 × 4, exp 20", &[(8, 4, 20.0)], Exponential, 200),
         closed("8 × 4, exactly 20", &[(8, 4, 20.0)], Exact, 100),
         closed("8 × 1 core, exactly 10", &[(8, NO_QUEUE, 10.0)], Exact, 100).with(on_one_core),
@@ -218,7 +218,8 @@ fn seconds(value: f64) -> String {
 
 pub(super) fn fleets(length: RunLength) -> Experiment {
     let mut rules = rules();
-    // Adds the rules that the paper and the independent simulation compare on such fleets, and Prequal's for this size.
+    // Add the rules that the paper and the independent simulation compare on such fleets, and Prequal with the profile
+    // for fleets of this size.
     let floor = rules.pop();
     let hcl = Prequal { rule: Rule::Hcl, ..ours() };
     rules.extend(arms([

@@ -15,7 +15,7 @@ const TAIL: f64 = 1.2;
 /// Goal for the number of messages added to a query.
 const MESSAGES: f64 = 0.35;
 
-/// The numbers of clients, which equal those of servers, each with equal servers and with a slow quarter.
+/// The numbers of clients, and whether a quarter of the servers is slow. There are as many servers as clients.
 fn sizes(length: RunLength) -> Vec<(usize, bool)> {
     let sizes = length.pick(&[32, 100, 1000], &[0]);
     [false, true].into_iter().flat_map(|slow| sizes.iter().map(move |size| (*size, slow))).collect()
