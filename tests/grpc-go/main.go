@@ -1,14 +1,14 @@
 // A gRPC client with the policy weighted_round_robin, and the two servers that it calls: one is ten times slower.
 //
-// The test that runs it puts an agent before each server, and judges the results. The program prints the servers' addresses,
-// reads the agents' addresses from standard input, and prints the result of each round of calls. There are two modes of
-// rounds: without load reports out of band, then with them. An argument changes that:
+// The test that runs it puts an agent in front of each server, and judges the results. The program prints the servers'
+// addresses, reads the agents' addresses from standard input, and prints the result of each round of calls. The first
+// rounds are without out-of-band load reports, the later ones with them. An argument changes that:
 //
-//	reporting   only rounds with reports out of band; the servers report a utilisation of their own in trailers, high for
-//	            the fast one
+//	reporting   only rounds with out-of-band reports; in trailers, the servers report a utilisation of their own, which
+//	            is high for the fast one
 //	streaming   the same, but the servers report it out of band
-//	in-band     only rounds without reports out of band; the client reads the agents' reports in trailers
-//	limits      rounds without reports out of band and with far more calls at once; the servers allow few streams per
+//	in-band     only rounds without out-of-band reports; the client reads the agents' reports in trailers
+//	limits      only rounds without out-of-band reports, with far more calls at once; the servers allow few streams per
 //	            connection and soon close connections
 package main
 
@@ -39,8 +39,8 @@ const rounds = 30
 // Number of calls in a round, and how many are made at once.
 var calls, concurrency = 100, 8
 
-// server answers after a delay, and counts. It reports its utilisation, if that is set: out of band if it streams,
-// otherwise in the trailers of each call.
+// server answers each call after a delay, and counts the calls. It reports its utilisation, if that is set: out of band
+// if it streams, otherwise in the trailers of each call.
 type server struct {
 	grpc_health_v1.UnimplementedHealthServer
 	delay       time.Duration

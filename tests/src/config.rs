@@ -40,8 +40,8 @@ pub fn wasm_module() -> PathBuf {
     dist_dir().join("prequal_filter.wasm")
 }
 
-/// The filter built to panic on requests with the header `x-crash-prequal`. Its blobs have another version, like those
-/// of another release.
+/// The filter built to panic on requests with the header `x-crash-prequal`. What it stores in shared data has another
+/// version, as if another release had stored it.
 pub fn crash_module() -> PathBuf {
     target_dir().join("dist-test/prequal_filter_crash.wasm")
 }

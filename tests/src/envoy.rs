@@ -49,8 +49,8 @@ enum Life {
     Chained { base_id: u64, epoch: u32 },
 }
 
-/// Maximum number of idle probes of one cluster in flight at a time, with two workers. Checks that counters balance
-/// must allow for this many.
+/// Maximum number of idle probes of one cluster in flight at a time, with two workers. A test that checks whether
+/// counters balance must allow for this many.
 pub const IDLE_PROBES: u64 = 4;
 
 impl Envoy {

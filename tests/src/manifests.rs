@@ -99,7 +99,7 @@ pub const ENVOY_GATEWAY: &str = "github.com/envoyproxy/gateway@v1.9.1";
 /// The program that runs these translators.
 pub const TRANSLATE: &str = "tests/envoy-gateway/translate.go";
 
-/// Envoy Gateway's translation of each way to apply the files, each with the objects that were translated, as `input`.
+/// For each way to apply the files: Envoy Gateway's translation of its objects, and the objects themselves as `input`.
 /// The result also says what translated them ([`translator`]). `program` is the compiled [`TRANSLATE`].
 pub fn translated(program: &Path) -> Result<Value> {
     let mut all = translator()?;

@@ -24,7 +24,7 @@ impl MinimalRoot {
     /// Copies Envoy, the libraries that it needs, and `modules` into a new folder. Fails if Envoy needs a library other
     /// than glibc's.
     pub fn new(modules: &[&Path]) -> Result<Self> {
-        // Below target/, where Envoy is, so that hard links suffice, which take no space.
+        // Below target/, where Envoy is: there, hard links suffice, and they take no space.
         let root = Self(TempDir::new_in(target_dir())?);
         let envoy = envoy_binary();
         let linked = Command::new("ldd").arg(&envoy).env("LC_ALL", "C").output().context("ldd")?;

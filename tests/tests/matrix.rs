@@ -1,5 +1,5 @@
-//! Basic checks on the Envoy that `$ENVOY` names: steering, the account of probes, recovery from a crash. They are few,
-//! so that they can run on each supported version; everything else is in `e2e`.
+//! Basic checks on the Envoy that `$ENVOY` names: steering, the accounting of probes, recovery from a crash. They are
+//! few, so that they can run on each supported version; everything else is in `e2e`.
 
 use std::time::Duration;
 

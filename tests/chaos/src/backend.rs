@@ -383,8 +383,8 @@ async fn answer(mut request: Request<Incoming>, mode: Mode) -> Result<(Response<
     Ok((response, false))
 }
 
-/// The request's body as it arrives. Drops empty frames, because the end of a request is an empty frame, which must not
-/// come before trailers. With `empty_frames`, adds one after each frame.
+/// The request's body as it arrives, to be echoed. Empty frames are dropped: a request ends with one, and its echo must
+/// not precede the trailers. With `empty_frames`, an empty frame is added after each of the others.
 struct Messages {
     from: Incoming,
     empty_frames: bool,

@@ -1,6 +1,6 @@
 //! The system under test: backends and agents as real processes, behind a real Envoy with the shipped configuration.
-//! Everything that ends a process records which requests it was working on ([`Harm`]). `faults` decides what happens
-//! when.
+//! Everything that ends a process records that in [`Harm`], which finds the requests that the process was working on.
+//! `faults` decides what happens when.
 
 mod backend;
 mod edge;
@@ -30,7 +30,7 @@ pub(crate) struct Bed {
     pub(crate) pods: Vec<Pod>,
     edge: Arc<Mutex<Edge>>,
     pub(crate) harm: Harm,
-    /// Processes started by faults that are not part of the service.
+    /// Processes that faults have started and that are not part of the service.
     pub(crate) hogs: Mutex<Vec<std::process::Child>>,
     /// The control group in which a fault lets memory run out.
     pub(crate) tight: Mutex<Option<Tight>>,
@@ -87,10 +87,10 @@ impl Bed {
         self.edge().open()
     }
 
-    /// The counters that do not balance although no request is in flight, polled until all balance or `limit` has
-    /// passed. Set `ejected` to also require that no replica is ejected. This holds only once all replicas have their
-    /// traffic back. The filter's counters are compared with those `before`, unless it crashed: what a crashed VM had
-    /// counted is lost.
+    /// Returns the counters that do not balance although no request is in flight. Polls until all balance or `limit`
+    /// has passed. With `ejected`, requires also that no replica is ejected, which holds only once all replicas have
+    /// their traffic back. The filter's counters are compared with those `before`, unless the filter or Envoy was
+    /// killed: what they had counted is then lost.
     pub(crate) fn unbalanced(&self, limit: Duration, ejected: bool, before: Open) -> Result<Vec<String>> {
         let before = (!self.harm.of_proxy()).then_some(before);
         let start = Instant::now();
@@ -147,7 +147,7 @@ fn on_lasting_thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'stati
     result.recv().context("it panicked, see above")
 }
 
-/// The module that can crash and whose blobs count as those of another release.
+/// The module that can crash. What it stores in shared data counts as another release's.
 pub(crate) fn crashing_module() -> PathBuf {
     std::env::var_os("PREQUAL_DIST_TEST")
         .map_or_else(|| target_dir().join("dist-test"), PathBuf::from)

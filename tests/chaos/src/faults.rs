@@ -18,7 +18,7 @@ pub(crate) fn all() -> impl Iterator<Item = &'static Fault> {
         .flatten()
 }
 
-/// The faults that `--short` runs: the one in each family where most can go wrong.
+/// The faults that `--short` runs: those of agents, backends and Envoy in which most can go wrong.
 pub(crate) const SHORT: [&str; 5] =
     ["agent-killed", "backend-killed", "backend-goaway", "listener-update", "replicas-churn"];
 

@@ -29,7 +29,7 @@ struct Kill {
 }
 
 impl Harm {
-    /// Runs `kill`, which ends the process that serves `replica`, or with `None` the proxy.
+    /// Runs `kill`, which ends the process that serves `replica`; `None` means the proxy.
     pub(crate) fn note<T>(&self, replica: Option<usize>, kill: impl FnOnce() -> T) -> T {
         let from = Instant::now();
         let done = kill();

@@ -125,5 +125,5 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// How far back missed requests are made up for.
+/// Missed requests that were due longer ago than this are not made up for.
 const CATCH_UP: Duration = Duration::from_millis(100);

@@ -1,4 +1,4 @@
-//! Replicas without an agent beside others that have one, as while agents are rolled out.
+//! Replicas without an agent beside others that have one, as happens while agents are rolled out.
 
 use std::net::SocketAddr;
 use std::time::Duration;

@@ -15,8 +15,8 @@ const MS: fn(u64) -> Duration = Duration::from_millis;
 const HONEST: &str = ";base=5000;knee=8";
 const TRIES: u32 = 5;
 
-/// An idle replica that answers in 5 ms and reports that; `claim` makes the rest of each report, given the report's
-/// number.
+/// A replica that answers in 5 ms, and reports this latency and no load. `claim` makes the rest of each report from the
+/// report's number.
 fn claims(claim: impl Fn(u64) -> String + Send + Sync + 'static) -> Result<Backend> {
     let number = Arc::new(AtomicU64::new(0));
     let load = Arc::new(move |addr: SocketAddr| {

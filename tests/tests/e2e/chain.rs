@@ -9,7 +9,7 @@ use prequal_testbed::{
 };
 use serde_json::json;
 
-/// Replaces the wasm filter by a native one that writes `value` into every request's steering header.
+/// Replaces the wasm filter with one of Envoy's own, which writes `value` into every request's steering header.
 fn steer_to(config: EnvoyConfig, value: &str) -> EnvoyConfig {
     let steer = json!({
         "name": "steer",

@@ -274,8 +274,8 @@ fn a_failover_by_health_checks_of_only_the_serving_cluster_is_followed() -> Resu
         });
     }
     healthy(2);
-    // The probe cluster still finds the first priority. Envoy refuses it, steering pauses, and Envoy's own choices show
-    // the second.
+    // Probes still reach the first priority, so the filter chooses its replicas. Envoy refuses these choices. Steering
+    // then pauses, and Envoy's own choices show the filter the second priority.
     let start = Instant::now();
     while start.elapsed() < Duration::from_secs(3) {
         assert_all_ok(&envoy.client().burst(20, 4, |_| Request::get("/")));
@@ -342,9 +342,9 @@ fn two_localities_are_both_served() -> Result<()> {
     Ok(())
 }
 
-/// Asserts that the ratio of requests at two heavy and two light replicas is eventually `within` this range over 1200
-/// steered requests, `callers` at a time. If the choice ignores weights the ratio is 1.9, because probes still follow
-/// them.
+/// Asserts that the ratio of two heavy replicas' requests to two light ones' is eventually `within` this range. Each
+/// attempt sends 1200 requests, `callers` at a time, and nearly all of them must be steered. If the choice ignored
+/// weights, the ratio would be 1.9, because probes would still follow the weights.
 #[track_caller]
 fn assert_heavy_to_light(
     config: EnvoyConfig,

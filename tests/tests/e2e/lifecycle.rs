@@ -79,8 +79,8 @@ fn an_update_keeps_the_pool_and_loses_no_reply() -> Result<()> {
     let config = EnvoyConfig::for_replicas(&fleet.addrs())?.dynamic_listener();
     let config = set(set(config, "max_age_ms", 10_000), "idle_probe_interval_ms", 0);
     let config = set(set(config, "budget", "fixed"), "r_probe", 1.0);
-    // With these settings only an empty pool leaves a request to Envoy's policy, and a busy machine does not lose a
-    // reply.
+    // With these settings, only an empty pool leaves a request to Envoy's policy, and no reply is too late on a busy
+    // machine.
     let config = set(set(config, "burst_guard", false), "probe_timeout_ms", 1000);
     let mut envoy = Envoy::start(config.clone())?;
     let warmed = warm(&envoy, 3);

@@ -90,7 +90,7 @@ fn without_a_prober_responses_alone_report_load() -> Result<()> {
     Ok(())
 }
 
-/// If Envoy refuses a call, it reports the call's end before it returns the call's number.
+/// If Envoy refuses a probe's callout, it reports the end of the callout before it returns the callout's id.
 #[test]
 fn probes_that_envoy_refuses_at_once_are_counted_and_cost_nothing() -> Result<()> {
     bed!();

@@ -24,7 +24,7 @@ const LIMIT: Duration = Duration::from_secs(10);
 /// Maximum growth of Envoy's heap after the first round, bytes.
 const GROWTH: u64 = 1 << 20;
 
-/// Ends the load, also if a check fails meanwhile: the test would otherwise wait for the load for ever.
+/// Ends the load even if a check fails: otherwise the test would wait for the load for ever.
 struct Ends<'a>(&'a AtomicBool);
 
 impl Drop for Ends<'_> {

@@ -84,8 +84,8 @@ impl Sides {
         self.fleet.served().iter().map(|served| *served as f64 * 100.0 / REQUESTS as f64).collect()
     }
 
-    /// Applies the groups to both Envoys and compares the shares. `expected` has the shares of Envoy's rules, in the
-    /// order of the hosts.
+    /// Applies the groups to both Envoys and compares the shares. `expected` has the shares that follow from
+    /// Envoy's rules, in the order of the hosts.
     #[track_caller]
     fn compare(&mut self, what: &str, groups: &[Group<'_>], expected: &[f64]) -> Result<()> {
         let mut addrs = self.fleet.addrs().into_iter();
@@ -108,7 +108,7 @@ impl Sides {
     }
 }
 
-/// Adds the filter that names hosts that are not healthy, and allows Envoy to use them.
+/// Adds the detour filter, which names hosts that are not healthy, and lets Envoy use the hosts that it names.
 fn with_detour(config: EnvoyConfig) -> EnvoyConfig {
     config.edit(|config| {
         config.insert_before("envoy.filters.http.router", detour());

@@ -21,7 +21,7 @@ const CLUSTERS: [(&str, &[&str], bool); 5] = [
     ("oob", &["--orca-streams", "10"], true),
 ];
 const POLICY: &str = "envoy.extensions.load_balancing_policies.client_side_weighted_round_robin";
-/// The cluster of a fast and a slow replica behind Envoys in the inbound role, each of which reports in another format.
+/// The cluster of a fast and a slow replica behind Envoys in the inbound role, which report in different formats.
 const INBOUND: &str = "inbound";
 /// A cluster whose agents report nothing: its replicas get equal shares.
 const SILENT: &str = "silent";
@@ -89,7 +89,7 @@ fn weighted_round_robin_spares_the_replica_that_agents_report_as_slow() -> Resul
     }))?;
 
     let envoy = &envoy;
-    // Shares of the slow replica in percent. Reports take a while to take effect, and a busy machine makes both slow.
+    // The slow replica's share in percent. Reports take a while to take effect, and a busy machine slows both replicas.
     let slow_share = |name: &str, backends: [&Backend; 2]| {
         let mut share = 100;
         let tries = if name == SILENT { 1 } else { TRIES };

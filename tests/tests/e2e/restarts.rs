@@ -176,9 +176,9 @@ fn neither_client_nor_backend_can_force_a_retry() -> Result<()> {
     Ok(())
 }
 
-/// Replaces each agent in turn, as a rollout does, by one with `options`, while clients continue over both protocols;
-/// returns the failures. `discover` gets the new addresses half a second after SIGTERM, while the agent still serves,
-/// and again once the new agent is there.
+/// Replaces each agent in turn with one that has `options`, as a rollout does. Meanwhile clients continue over both
+/// protocols; their failures are returned. `discover` gets the remaining addresses half a second after SIGTERM, while
+/// the agent still serves, and all addresses once the new agent is there.
 fn roll_out(
     pods: &mut VecDeque<(Agent, Backend)>,
     clients: [Client; 2],

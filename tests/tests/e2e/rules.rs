@@ -206,7 +206,7 @@ fn a_rule_without_probes_follows_the_membership() -> Result<()> {
     Ok(())
 }
 
-/// Attempts of each request at each backend, by Envoy's request id.
+/// For each request, by Envoy's request id: the index of the backend that got each attempt.
 type Attempts = BTreeMap<String, Vec<usize>>;
 
 /// Adds the attempts since the last call. Backends record a limited number of requests.

@@ -40,7 +40,7 @@ pub fn endpoint(addr: SocketAddr, weight: u32, health: &str) -> Value {
     endpoint
 }
 
-/// Three replicas that answer in 5 ms and a last one in 150, behind an Envoy that knows them all.
+/// Three replicas that answer in 5 ms and a last one in 150 ms, behind an Envoy that knows them all.
 pub fn three_fast_and_one_slow() -> Result<(Fleet, Envoy)> {
     let ms = Duration::from_millis;
     let fleet = Fleet::start([5, 5, 5, 150].map(|delay| Reply::ok().delay(ms(delay))))?;

@@ -53,7 +53,7 @@ pub(crate) fn traces(subject: &Subject) -> Result<()> {
 }
 
 fn agree(actual: &str, expected: &str) -> bool {
-    // A fraction of zero is not written, so leave out digits and points.
+    // A fractional part of zero is not written, so leave out digits and points.
     let form = |text: &str| text.replace(|c: char| c.is_ascii_digit() || c == '.', "");
     let fields = |text: &str| text.split([';', ',', '\t', '{', '}']).map(str::to_owned).collect::<Vec<_>>();
     let (actual_fields, expected_fields) = (fields(actual), fields(expected));

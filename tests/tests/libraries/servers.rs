@@ -104,7 +104,8 @@ impl Kind {
     }
 }
 
-/// Restarts the server under load. Every request must be answered completely, or not be sent to it, or lose a race.
+/// Restarts the server under load. Every request must be answered completely, remain unsent, or lose the race with a
+/// connection that closes ([`RACE`]).
 fn restarts(kind: Kind) -> Result<()> {
     needs!(kind.missing());
     let mut server = Server::start(kind)?;

@@ -1,5 +1,5 @@
-//! Prequal's own layer for tower as a subject of the program that tests the libraries: in this process, with hyper in
-//! front of it.
+//! Prequal's own layer for tower, which passes the same conformance program as the libraries. It runs in this process,
+//! with hyper in front of it.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;

@@ -29,7 +29,7 @@ pub(crate) struct Event {
 pub(crate) enum What {
     /// A request arrives.
     Start(u32),
-    /// Its response headers are sent, with a line of reports.
+    /// Its response headers are sent, which gives a line with their reports.
     Head(u32, Kind),
     /// It starts to wait for its client.
     Wait(u32),

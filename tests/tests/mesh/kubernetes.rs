@@ -53,7 +53,7 @@ fn every_kustomization_builds_objects_that_match_the_schema() -> Result<()> {
         let pod = &edge["spec"]["template"]["spec"];
         let volumes = pod["volumes"].as_array().context("volumes")?;
         let volume = |name: &str| volumes.iter().find(|it| it["name"] == name).expect("such a volume");
-        // Each overlay has its own source of the module, and nothing of the one that it replaces.
+        // Each overlay has its own source of the module, and keeps nothing of the source that it replaces.
         let source = match folder {
             "base" => json!({"name": "prequal", "configMap": {"name": "prequal-filter"}}),
             "overlays/init-container" => json!({"name": "prequal", "emptyDir": {"sizeLimit": "16Mi"}}),

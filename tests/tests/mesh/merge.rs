@@ -7,8 +7,8 @@
 //! * For HTTP filters all insertions come first, then all merges.
 //! * A merge appends to lists, recurses into messages, and replaces everything else. Entries of a protobuf map are
 //!   replaced as a whole; in a cluster these are the entries of `typed_extension_protocol_options`.
-//! * WasmPlugins are in the chain before any EnvoyFilter, in front of Istio's own filters. From 1.30 on
-//!   TrafficExtensions are there in the same way, and a WasmPlugin is turned into one
+//! * WasmPlugins are added before any EnvoyFilter applies, in front of Istio's own filters. From 1.30 on,
+//!   TrafficExtensions are added in the same way, and a WasmPlugin is turned into a TrafficExtension
 //!   (`pilot/pkg/model/extensions.go`).
 
 use serde_json::{Value, json};

@@ -164,7 +164,8 @@ fn selectors_match(objects: &[Value]) -> Result<()> {
     Ok(())
 }
 
-/// Checks that the real agent accepts its flags, and that its ports and the pod's times are consistent.
+/// Checks that the real agent accepts the flags of its container, and that the container's ports and the pod's times
+/// are consistent.
 fn agent_accepts(objects: &[Value]) -> Result<()> {
     let replicas = objects.iter().find(|object| {
         object["kind"] == "Deployment" && text(object, "/metadata/name").ends_with("-replicas")

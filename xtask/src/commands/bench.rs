@@ -9,7 +9,7 @@ use crate::commands::{envoy, generators, go, peers};
 use crate::toolchain::Choice;
 use crate::{progress, run, workspace};
 
-/// Runs the criterion benchmarks, or with a subcommand benchmarks through a real Envoy.
+/// Runs the criterion benchmarks or, with a subcommand, benchmarks through a real Envoy.
 ///
 /// Compare only numbers from the same run: two runs, or two machines, are not comparable.
 #[derive(clap::Args)]

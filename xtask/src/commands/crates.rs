@@ -59,7 +59,7 @@ pub(crate) fn check() -> Result<Unchecked> {
     let too_new = too_new(&metadata, &packages, oldest);
     ensure!(
         too_new.is_empty(),
-        "rust-version is {oldest}, but these are linked and need more: {}",
+        "rust-version is {oldest}, but these linked packages need a newer Rust: {}",
         too_new.join(", ")
     );
 

@@ -55,10 +55,10 @@ impl Open {
         let (requests, probes) = (self.requests - before.requests, self.probes - before.probes);
         let mut found = Vec::new();
         if requests != 0 {
-            found.push(format!("{requests} more picks than outcomes"));
+            found.push(format!("picks minus outcomes: {requests}"));
         }
         if probes.unsigned_abs() > IDLE_PROBES {
-            found.push(format!("{probes} more probes than results"));
+            found.push(format!("probes minus results: {probes}"));
         }
         found
     }
@@ -104,7 +104,7 @@ impl Edge {
         self.envoy.set_endpoints(cluster, &kept)
     }
 
-    /// Replaces the listener by a different one, with `module` as its filter.
+    /// Replaces the listener with a different one, whose filter is `module`.
     pub(crate) fn update_listener(&mut self, module: &Path) -> Result<()> {
         self.updates += 1;
         let number = self.updates;
@@ -192,9 +192,9 @@ mod tests {
         let idle = Open { probes: before.probes + IDLE_PROBES.cast_signed(), ..before };
         assert!(idle.since(before).is_empty() && before.since(idle).is_empty());
         let lost = Open { requests: 4, probes: idle.probes + 1, ..before };
-        assert_eq!(lost.since(before), ["1 more picks than outcomes", "5 more probes than results"]);
+        assert_eq!(lost.since(before), ["picks minus outcomes: 1", "probes minus results: 5"]);
         let twice = Open { requests: 2, ..before };
-        assert_eq!(twice.since(before), ["-1 more picks than outcomes"]);
+        assert_eq!(twice.since(before), ["picks minus outcomes: -1"]);
         // The counters of another process began at zero.
         let other = Open { pid: 2, requests: 0, probes: 0 };
         assert!(other.since(before).is_empty());

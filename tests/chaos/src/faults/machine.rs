@@ -72,7 +72,7 @@ pub(super) const FAULTS: &[Fault] = &[
     },
 ];
 
-/// Sets the soft limit of `pid`, or with `None` resets it to its hard limit.
+/// Sets the soft limit on the descriptors of `pid`; `None` resets it to the hard limit.
 fn limit_descriptors(pid: u32, limit: Option<u64>) -> Result<()> {
     let pid = libc::pid_t::try_from(pid)?;
     // SAFETY: both calls get valid pointers to a local rlimit, or none.

@@ -41,8 +41,8 @@ impl Clients {
             connector.set_nodelay(true);
             Client::builder(TokioExecutor::new())
                 .pool_timer(TokioTimer::new())
-                // As other clients do, resend a request on another connection if its connection was closing and it was
-                // not sent.
+                // As other clients do, resend a request on another connection if it was not sent because its own was
+                // closing.
                 .retry_canceled_requests(true)
                 .http2_only(http2)
                 .build(connector)

@@ -19,7 +19,7 @@ use crate::support::{
 fn client_aborts_do_not_eject() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(3, &Reply::ok().delay(MS(30)))?;
-    // Without the limit on waiting, which a client that aborts early would not reach.
+    // The limit on waiting is switched off: a client that aborts early would not reach it.
     let config = set(EnvoyConfig::for_replicas(&fleet.addrs())?, "ejection_wait_factor", 0);
     let envoy = Envoy::start(config)?;
     warm(&envoy, 3);
@@ -32,7 +32,7 @@ fn client_aborts_do_not_eject() -> Result<()> {
         assert!(given_up.count() >= 20, "too busy a machine: answers came first");
     }
     counted(&envoy, "aborts", |now| now.outcomes("client_abort") >= 40);
-    // The updates of a request are applied with the next request.
+    // The filter applies what it learned from a request only when the next request arrives.
     assert_eq!(good(&get(&envoy.client(), 1)), 1);
     assert_not_ejected(&envoy);
     assert_eq!(good(&get(&envoy.client(), 100)), 100);

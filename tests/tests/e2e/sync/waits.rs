@@ -52,7 +52,7 @@ fn hung_agents_cost_the_deadline_and_no_request() -> Result<()> {
         assert!(answer.elapsed < MS(400), "long after the deadline: {:?}", answer.elapsed);
     }
     let after = envoy.prequal(SERVING)?;
-    // On a stalled machine the calls may time out, 10 ms after the deadline, before the deadline is noticed.
+    // The calls time out 10 ms after the deadline. On a stalled machine, Envoy may notice that first.
     let (deadline, all_ended) = (after.waits("deadline"), after.waits("all_ended"));
     assert!(deadline >= 30 && deadline + all_ended == 40 && after.picks("sync") == 0, "{after:#?}");
     assert_no_crash(&envoy);
@@ -213,7 +213,7 @@ fn a_new_listener_leaves_no_request_hanging() -> Result<()> {
         }
     }
     let after = envoy.prequal(SERVING)?;
-    // On a stalled machine the calls may time out, 10 ms after the deadline, before the deadline is noticed.
+    // The calls time out 10 ms after the deadline. On a stalled machine, Envoy may notice that first.
     let over = ["deadline", "all_ended", "aborted"].map(|end| after.waits(end)).iter().sum::<u64>();
     assert_eq!(over, 20, "{after:#?}");
     assert_no_crash(&envoy);

@@ -486,7 +486,8 @@ impl FaultCheck<'_> {
         }
     }
 
-    /// Waits up to fifteen seconds for a calm tail, so that the next fault begins from one if possible.
+    /// Waits until the tail latency is calm, so that the next fault does not begin in the aftermath of the last one.
+    /// Gives up after fifteen seconds.
     fn settle(&self) -> Result<()> {
         let started = Instant::now();
         while started.elapsed() < Duration::from_secs(15) {

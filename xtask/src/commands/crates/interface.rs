@@ -225,7 +225,7 @@ fn is_promise(line: &str) -> bool {
     !lacks_trait && !private
 }
 
-/// Whether a new line is a variant, or a field of one, of a listed enum that users may match without a wildcard.
+/// Whether a new line adds a variant, or a variant's field, to a listed enum that users may match without a wildcard.
 fn extends_an_enum(line: &str, listed: &BTreeSet<&str>) -> bool {
     let Some(path) = line.strip_prefix("pub ") else { return false };
     let enums = listed.iter().filter_map(|line| line.strip_prefix("pub enum "));

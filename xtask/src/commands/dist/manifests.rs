@@ -54,7 +54,7 @@ pub(super) fn pinned(configs: &Path, version: &str, digests: &Digests<'_>) -> Re
     ensure!(!by_tag || digests.envoy.is_none(), "an image of Envoy is still named by tag");
     ensure!(
         count >= 5,
-        "only {count} images are by digest: envoy-configs/ names the others in an unknown form"
+        "only {count} images are named by digest: envoy-configs/ names the others in an unknown form"
     );
     Ok(files)
 }
@@ -146,7 +146,7 @@ fn with_digests(
     Ok((lines.join("\n"), count))
 }
 
-/// Envoy's image, and how a kustomization begins to name it by tag.
+/// Envoy's image, and the beginning of the line in which a kustomization names it by tag.
 const ENVOY: &str = "envoyproxy/envoy";
 const ENVOY_BY_TAG: &str = "- {name: envoyproxy/envoy, newTag: ";
 

@@ -160,7 +160,7 @@ fn signed_statement(dir: &Path, key: &Path) -> Result<(Value, Vec<u8>)> {
             return Ok((statement, payload));
         }
     }
-    bail!("{name}: no signature is by the key in {}", key.display())
+    bail!("{name}: no signature was made with the key in {}", key.display())
 }
 
 /// Checks that SHA256SUMS agrees with the signed statement.
@@ -338,7 +338,7 @@ mod tests {
 
         release.key("b", "P-256");
         let error = verify(&release.out(), &release.public("b")).expect_err("another key").to_string();
-        assert!(error.contains("no signature is by the key"), "{error}");
+        assert!(error.contains("no signature was made with the key"), "{error}");
         release.verify().expect("verified");
     }
 
@@ -364,10 +364,10 @@ mod tests {
             String::from_utf8(payload).expect("text").replace("0123456789abcdef", "fedcba9876543210");
         envelope["payload"] = json!(STANDARD.encode(payload));
         fs::write(&file, envelope.to_string()).expect("written");
-        release.refused("no signature is by the key");
+        release.refused("no signature was made with the key");
         envelope["signatures"] = json!([]);
         fs::write(&file, envelope.to_string()).expect("written");
-        release.refused("no signature is by the key");
+        release.refused("no signature was made with the key");
         fs::write(&file, "{}").expect("written");
         release.refused("holds no in-toto statement");
         fs::remove_file(&file).expect("removed");

@@ -1,8 +1,8 @@
 //! The bill of materials: CycloneDX 1.5 of everything that the module and the programs are built from.
 //!
-//! It is derived from `cargo metadata` for the shipped targets and from the checksums in `Cargo.lock`. Dependencies of
-//! tests and builds only are left out. Cargo resolves features for the whole workspace, so the list may contain a crate
-//! that an artefact does not, but it never lacks one.
+//! It is derived from `cargo metadata` for the shipped targets and from the checksums in `Cargo.lock`. Dependencies
+//! that only tests and builds need are left out. Cargo resolves features for the whole workspace, so the list may
+//! contain a crate that an artefact does not, but it never lacks one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
