@@ -122,7 +122,7 @@ async fn a_slow_download_does_not_count_as_latency() {
     let agent = agent(sleeping().await, |config| config.probe_listen = Some(any_port()));
     let download = async || {
         let response = client1(agent.addr).await.send_request(get("/large")).await.unwrap();
-        tokio::time::sleep(Duration::from_millis(600)).await;
+        tokio::time::sleep(Duration::from_secs(2)).await;
         assert!(agent.load.rif() > 0, "it is in flight");
         let body = within(response.into_body().collect()).await.unwrap();
         assert_eq!(body.to_bytes().len(), 16 << 20);
@@ -130,7 +130,7 @@ async fn a_slow_download_does_not_count_as_latency() {
     tokio::join!(download(), download(), download());
     agent.at_rest([3, 0, 0, 0]).await;
     // Forwarding 16 MiB takes time. If three downloads overlap, each may appear to have taken a third of the time.
-    assert_takes(&reports(&agent).await, 10..=350);
+    assert_takes(&reports(&agent).await, 10..=1000);
 }
 
 #[tokio::test]
