@@ -3,10 +3,12 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use prequal_testbed::{Envoy, EnvoyConfig, Fleet, Policy, Reply, Request, eventually};
+use prequal_testbed::{Envoy, EnvoyConfig, Fleet, Policy, Prequal, Reply, Request, eventually};
 use serde_json::json;
 
-use crate::support::{SERVING, assert_all_ok, bed, set, three_fast_and_one_slow, warm, warm_cluster};
+use crate::support::{
+    SERVING, assert_all_ok, bed, counted, set, three_fast_and_one_slow, warm, warm_cluster,
+};
 
 #[test]
 fn membership_is_learned_without_initial_knowledge() -> Result<()> {
@@ -127,7 +129,8 @@ fn two_workers_share_one_pool() -> Result<()> {
     for _ in 0..60 {
         first.get("/")?;
     }
-    let before = envoy.prequal(SERVING)?;
+    let all = |now: &Prequal| now.steered() + now.picks("fallback");
+    let before = counted(&envoy, "the first requests", |now| all(now) == 60);
     assert!(before.steered() > 0, "{before:#?}");
     // Each request uses a new connection, until the other worker has served too.
     let mut sent = 0;
@@ -136,13 +139,12 @@ fn two_workers_share_one_pool() -> Result<()> {
         sent += 1;
         assert!(sent < 500, "one worker gets all connections: {:?}", workers()?);
     }
-    let after = envoy.prequal(SERVING)?;
+    let after = counted(&envoy, "the others", |now| all(now) == 60 + sent);
     assert_eq!(
         after.picks("fallback"),
         before.picks("fallback"),
         "the other worker started with an empty pool"
     );
-    assert_eq!(after.steered() - before.steered(), sent);
     Ok(())
 }
 
