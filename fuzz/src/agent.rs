@@ -114,7 +114,7 @@ async fn exchange(to: SocketAddr, bytes: &[u8], pieces: usize, patience: Duratio
     let [_, a, b, c] = (number % 0x00ff_0000).to_be_bytes();
     let socket = TcpSocket::new_v4().expect("a socket");
     // Addresses from 127.1.0.0 up.
-    socket.bind((Ipv4Addr::new(127, a.max(1), b, c), 0).into()).expect("an address of loopback");
+    socket.bind((Ipv4Addr::new(127, a + 1, b, c), 0).into()).expect("an address of loopback");
     let mut tcp = timeout(patience, socket.connect(to)).await.ok()?.ok()?;
     let _ = tcp.set_nodelay(true);
     for piece in bytes.chunks(bytes.len().div_ceil(pieces.max(1)).max(1)) {
@@ -133,7 +133,7 @@ async fn honest(side: &Side) -> bool {
     let number = CLIENTS.with(|clients| clients.replace(clients.get().wrapping_add(1)));
     let [_, a, b, c] = (number % 0x00ff_0000).to_be_bytes();
     let socket = TcpSocket::new_v4().expect("a socket");
-    socket.bind((Ipv4Addr::new(127, a.max(1), b, c), 0).into()).expect("an address of loopback");
+    socket.bind((Ipv4Addr::new(127, a + 1, b, c), 0).into()).expect("an address of loopback");
     let all = async {
         let mut tcp = socket.connect(side.agent).await.ok()?;
         tcp.write_all(request).await.ok()?;
