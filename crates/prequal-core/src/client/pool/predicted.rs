@@ -61,8 +61,9 @@ const MOST_CREDIT: f32 = 1e30;
 
 /// The rule for one set of entries.
 pub(super) struct Predicted {
-    /// Base latency assumed for a replica that has not reported one.
-    unknown_us: u32,
+    /// Base latency of a typical replica: the lower median of the known ones. It is assumed for a replica that has not
+    /// reported one.
+    usual_us: u32,
     lowest: f32,
     /// Whether most replicas are congested. Each replica then has so many requests that its reports show its rate, but
     /// not its knee: a knee of 1 with a base latency of 5 ms, and one of 24 with 120 ms, are equally plausible. So only
@@ -78,8 +79,8 @@ pub(super) struct Predicted {
     weighted_knee: Option<u16>,
     /// Knee of a typical replica: the upper median of the known knees.
     usual_knee: u16,
-    /// Capacity of a typical replica, while the client knows the fleet too little to tell similar replicas apart.
-    typical: Option<Capacity>,
+    /// Whether the client has known most of the fleet for a short time only. Similar replicas then count as equal.
+    learning: bool,
     /// Lower base latencies count as this one.
     least_us: u32,
     /// Number of entries.
@@ -97,16 +98,15 @@ impl Predicted {
     pub(super) fn over(entries: &[Entry], picks: u16, noise: &Noise, learning: bool, now: Stamp) -> Self {
         let summary = Summary::of(entries, learning);
         let congested = summary.congested * 2 > entries.len() && !summary.uneven;
-        let (usual_us, usual_knee) = (summary.usual_base_us(entries), summary.usual_knee(entries));
         let mut rule = Self {
-            unknown_us: usual_us,
+            usual_us: summary.usual_base_us(entries),
             lowest: f32::MAX,
             congested,
             band: if summary.uneven { WEIGHTED_BAND } else { BAND * (1.0 + noise.error()) },
             home: if congested { HOME.sqrt() } else { HOME },
             weighted_knee: None,
-            usual_knee,
-            typical: learning.then_some(Capacity { base_us: usual_us, knee: usual_knee, open: false }),
+            usual_knee: summary.usual_knee(entries),
+            learning,
             least_us: summary.least_base_us(entries),
             count: entries.len() as u32,
             picks,
@@ -138,17 +138,16 @@ impl Predicted {
     fn capacity(&self, entry: &Entry) -> Capacity {
         let capacity = entry.capacity();
         let capacity = capacity.map(|known| Capacity { base_us: known.base_us.max(self.least_us), ..known });
+        let typical = Capacity { base_us: self.usual_us, knee: self.usual_knee, open: false };
         match (capacity, self.weighted_knee) {
             (Some(known), Some(knee)) => Capacity { knee, ..known },
-            (Some(known), None) => match self.typical {
-                Some(typical) if is_like(known, typical) => typical,
-                _ if known.open => {
-                    let knee = known.knee.saturating_mul(2).min(self.usual_knee).max(known.knee);
-                    Capacity { knee, ..known }
-                }
-                _ => known,
-            },
-            (None, _) => Capacity { base_us: self.unknown_us, knee: 1, open: false },
+            (Some(known), None) if self.learning && is_like(known, typical) => typical,
+            (Some(known), None) if known.open => {
+                let knee = known.knee.saturating_mul(2).min(self.usual_knee).max(known.knee);
+                Capacity { knee, ..known }
+            }
+            (Some(known), None) => known,
+            (None, _) => Capacity { base_us: self.usual_us, knee: 1, open: false },
         }
     }
 

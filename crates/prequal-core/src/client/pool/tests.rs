@@ -1211,15 +1211,27 @@ fn held(capacity: Capacity) -> u32 {
 #[test]
 fn while_a_client_learns_replicas_of_the_same_rate_count_as_equal() {
     let mut scene = Scene::new(plain());
-    scene.pool.set_members(5, 0, ms(0));
+    scene.pool.set_members(7, 0, ms(0));
     let mut chosen_at = |at| {
         (0..3).for_each(|n| scene.capable(at, n, 5, 40, 4));
         scene.capable(at, 3, 3, 10, 1);
-        scene.capable(at, 4, 0, 160, 4);
+        // These are really slower: at half of the rate, at a quarter of it, and in latency.
+        scene.capable(at, 4, 2, 20, 1);
+        scene.capable(at, 5, 0, 160, 4);
+        scene.capable(at, 6, 0, 160, 16);
         scene.pick_predicted(at).replica.map(|replica| replica.port() - 1000)
     };
     assert_eq!(chosen_at(10), Some(3), "with a knee of four, it is the only one with room");
     assert!(chosen_at(5000).is_some_and(|other| other < 3), "its fourth request would wait for 40 ms");
+}
+
+#[test]
+fn while_a_client_learns_a_faster_replica_is_used_as_it_reports() {
+    let mut scene = Scene::new(plain());
+    scene.pool.set_members(4, 0, ms(0));
+    (0..3).for_each(|n| scene.capable(10, n, 3, 40, 4));
+    scene.capable(10, 3, 5, 10, 4);
+    assert_eq!(scene.pick_predicted(10).replica, Some(replica(3)));
 }
 
 #[test]
