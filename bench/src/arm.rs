@@ -27,7 +27,7 @@ pub(crate) enum Arm {
     /// The filter in synchronous mode: probes this many replicas per request, with a hint derived from the request's
     /// key.
     Hinted(u8),
-    /// The filter with `profile: inference`. Requests lack the header of its hint, so there is no hint.
+    /// The filter with `profile: inference`, but without hints: requests lack the header that a hint is derived from.
     Inference,
     /// The filter with `profile: inference` and a hint derived from the request's key; probes this many replicas per
     /// request.

@@ -1,4 +1,4 @@
-//! The replicas of every benchmark, in one child process so that their CPU time is counted separately.
+//! The replicas of most benchmarks, in a child process so that their CPU time is counted separately.
 //!
 //! This file defines what a replica can be ([`ReplicaSpec`], [`Change`]); `backends/replica.rs` implements its
 //! behaviour. Parent and child communicate over the child's standard streams, one JSON line per message: first the

@@ -163,7 +163,7 @@ impl Connection {
     }
 }
 
-/// Returns for each recorded request the time at which it was sent, from the origin, and its latency.
+/// Returns the send time, counted from [`Shared::origin`], and the latency of each recorded request.
 async fn one_connection(
     target: SocketAddr,
     path: String,

@@ -1,8 +1,9 @@
 //! The processes of one run: replicas, an agent before each, and the Envoys that share them, or other load balancers in
 //! their place.
 //!
-//! Every arm has the agents in the path and the same Envoy configuration, the shipped one without its retries. A
-//! baseline lacks only Prequal's filters and probe cluster. Dropping a [`Deployment`] ends all its processes.
+//! Every arm has the agents in the path. Every Envoy starts from the shipped configuration, without its retries. A
+//! baseline has a policy of Envoy's own, and lacks Prequal's filters and probe cluster. Dropping a [`Deployment`] ends
+//! all its processes.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -258,7 +259,7 @@ pub(crate) fn start_agents(upstreams: &[SocketAddr], args: &[String]) -> Result<
 }
 
 /// Starts several Envoys, a few at a time: compiling the module takes most of the time, and an Envoy that gets too
-/// little of the CPU would exceed its time to start.
+/// little of the CPU would not be ready within the time limit.
 pub(crate) fn start_envoys(configs: Vec<EnvoyConfig>) -> Result<Vec<Envoy>> {
     let at_a_time = 2 * cores();
     let mut envoys = Vec::with_capacity(configs.len());

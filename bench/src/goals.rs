@@ -97,7 +97,7 @@ pub(crate) const NEVER_WORSE: [Limit; 3] = [
     Limit { name: "p99.9", q: 0.999, times: 1.10, or_more_ms: None },
 ];
 
-/// Compares the median over the passes of `who` with the lowest of those of `policies`.
+/// Compares medians over the passes: that of `who` with the lowest of `policies`.
 fn against_best(
     comparison: &Comparison,
     envoys: usize,

@@ -1,4 +1,4 @@
-//! The percentile plot: latency over quantile, both axes logarithmic, one panel per topology.
+//! The percentile plot: latency over quantile, both axes logarithmic, in one or more panels.
 //!
 //! The horizontal axis stretches the tail: 99 %, 99.9 % and 99.99 % are equally spaced. SVG only, so that no font
 //! library is needed.

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 pub(crate) enum By {
     /// The page, by a request to the program concerned.
     Page,
-    /// Only the container engine, hence `cargo xtask` on the host: no container here has its socket.
+    /// `cargo xtask` on the host: the fault needs the container engine, whose socket no container here has.
     Host,
 }
 
@@ -61,7 +61,7 @@ pub(crate) const SLOW_FACTOR: u32 = 10;
 /// Share of a sinkhole's requests that fail at once.
 pub(crate) const SINKHOLE_SHARE: f64 = 0.5;
 
-/// In the order in which the page shows them.
+/// All faults, in the order in which the page shows them.
 pub(crate) const FAULTS: [Fault; 11] = [
     Fault {
         name: "slow",

@@ -44,7 +44,7 @@ pub(crate) struct Args {
     endpoints: PathBuf,
 }
 
-/// Required on every order, with any value.
+/// Header that every order must have, with any value.
 const ORDER_HEADER: &str = "x-prequal-demo";
 
 /// The controller on the host counts as present for this long after its last request.

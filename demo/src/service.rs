@@ -110,7 +110,7 @@ impl Service {
             compute(self.args.work);
             web::text(StatusCode::OK, "ok\n")
         };
-        // Checked last: requests in flight when the hang begins hang as well.
+        // This comes last, so that a hang also affects the requests that were in flight when it began.
         while let Some(end) = self.hanging() {
             tokio::time::sleep_until(end.into()).await;
         }

@@ -12,7 +12,7 @@ pub(crate) const WINDOW: usize = 5;
 /// Seconds kept.
 pub(crate) const KEPT: usize = 300;
 
-/// Latency of a failed request, microseconds: Envoy's timeout in the demo's configuration.
+/// Minimum latency of a failed request, microseconds: Envoy's timeout in the demo's configuration.
 pub(crate) const FAILED_US: u32 = 2_000_000;
 
 /// Upper limit of replica numbers, exclusive.

@@ -1,7 +1,7 @@
 //! `prequal check`: any file is refused or checked, in bounded time.
 #![no_main]
 
-/// The command's own files, because it is a program without a library, and its other half needs a terminal.
+/// The command's own source files, because the command is a program without a library. Its other modules are left out.
 #[path = "../../crates/prequal-cli/src"]
 #[allow(dead_code, unreachable_pub, unused_imports, reason = "only the part that reads files is run")]
 mod cli {

@@ -13,7 +13,7 @@ use rand::rngs::SmallRng;
 
 const SETTINGS: EjectionSettings = EjectionSettings { failure_share: 0.1, wait_factor: 2.0 };
 
-/// Bytes of a replica in the blob.
+/// Returns the size of a replica's record in the blob, bytes.
 fn record() -> usize {
     let mut one = EjectionTable::new();
     one.apply(&SETTINGS, START, replica(0), Event::Unresponsive { trial: false, ordinary: true });

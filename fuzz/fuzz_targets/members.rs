@@ -9,7 +9,7 @@ use prequal_fuzz::{START, Script, nearly_records, replica, survives};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
-/// Bytes of a member in the blob.
+/// Returns the size of a member's record in the blob, bytes.
 fn record() -> usize {
     let mut one = Members::default();
     one.observe(replica(0), None, Evidence::Served, START);

@@ -76,7 +76,7 @@ fn step(
 
 fn run(data: &[u8]) {
     let (mut script, blob) = Script::split(data);
-    // Once as it is, and once with the fields fixed that a fuzzer would get right only by chance.
+    // The blob is decoded twice: as it is, and after fixing the fields that a fuzzer would get right only by chance.
     if let Ok(pool) = PoolState::decode(blob) {
         survives(&pool);
     }

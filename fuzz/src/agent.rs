@@ -88,7 +88,7 @@ async fn serve(backend: TcpListener, hostile: Rc<RefCell<Option<Vec<u8>>>>) {
                 let _ = connection.serve_connection(TokioIo::new(tcp), service_fn(answer)).await;
                 return;
             };
-            // The bytes answer a request: bytes sent before a request could be taken for a broken connection.
+            // The bytes must follow a request. If they came earlier, the agent might consider the connection broken.
             let _ = timeout(PATIENCE, tcp.read(&mut [0; 4096])).await;
             let _ = tcp.write_all(&bytes).await;
             let _ = tcp.shutdown().await;

@@ -131,8 +131,8 @@ pub fn nearly<B: Blob>(bytes: &[u8]) -> Option<B> {
     None
 }
 
-/// The same for a header of `header` bytes followed by records; the header contains the size of a record and, if
-/// `counted`, a count.
+/// The same for a blob that is a header followed by records of `record` bytes. The header contains the size of a record
+/// and, if `counted`, the number of records.
 pub fn nearly_records<B: Blob>(bytes: &[u8], record: usize, counted: bool) -> Option<B> {
     let empty = B::default().encode().into_owned();
     let mut bytes = bytes.to_vec();

@@ -111,7 +111,8 @@ func (l *levels) startAnew(now uint64) {
 	l.isFitted = false
 }
 
-// levelOfBurst returns the level at which a burst of departures began, because requests that arrive together leave together.
+// levelOfBurst returns the level at which the current burst of departures began. Requests that arrive together may
+// leave together; all of them count at that level.
 func (l *levels) levelOfBurst(now uint64, level uint32, together uint64) uint32 {
 	if distance(now, l.burstAt) <= together && level < l.burstLevel {
 		level = l.burstLevel
@@ -137,7 +138,7 @@ func (l *levels) capacity(now uint64, leaving bool) (capacity, bool) {
 	return l.fit, l.known
 }
 
-// fitted finds the knee with the score that capacity.rs describes. weight is the weight of the present. running is
+// fitted chooses the knee by the score that capacity.rs describes. weight is the weight of the present. running is
 // added to the row of the current level.
 func (l *levels) fitted(weight float64, running row) (capacity, bool) {
 	current := min(int(l.level), len(l.rows))

@@ -24,7 +24,7 @@ type fastRun struct {
 	answers, took float64
 }
 
-// answered records a response, and returns whether the run is too long for chance.
+// answered records a response, and returns whether the run is too long to be due to chance.
 func (f *fastRun) answered(now uint64, fit capacity, arrivedAs, latencyUs uint32) bool {
 	if arrivedAs > fit.knee {
 		return false

@@ -115,7 +115,7 @@ func (t *tracker) finish(v *visit, now uint64, outcome Outcome) {
 	}
 }
 
-// overtake marks the requests that came to the server earlier than time as overtaken: they are heavy, not stuck.
+// overtake marks as overtaken all requests that came to the server before the given time: they are heavy, not stuck.
 func (t *tracker) overtake(time uint64) {
 	t.successes++
 	for v := t.waiting.oldest; v != nil && v.since < time; v = t.waiting.oldest {
@@ -174,7 +174,8 @@ func (t *tracker) capacity(now uint64, leaving bool) (capacity, bool) {
 	return c, known
 }
 
-// latency returns the expected latency with rif requests in flight, not counting leaving, which is about to end.
+// latency returns the expected latency with rif requests in flight. leaving is a request that is about to end, and
+// is not among them.
 func (t *tracker) latency(now uint64, rif uint32, leaving *visit) (uint32, bool) {
 	if median, known := t.nearestMedian(bucketOf(rif), now); known {
 		if waited := t.waited(now, leaving); waited/stallFactor > median {

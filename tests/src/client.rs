@@ -18,10 +18,10 @@ use crate::runtime::{block_on, handle};
 
 /// Timeout of every request, so that no test runs for ever.
 const LIMIT: Duration = Duration::from_secs(30);
-/// Time after which a connection is no longer reused. A draining listener may close it at that very moment, and then
-/// the client cannot tell whether the request was processed.
+/// Idle time after which a connection is no longer reused. A draining listener may close a connection just as the
+/// client reuses it, and then the client cannot tell whether the request was processed.
 const IDLE: Duration = Duration::from_secs(90);
-/// The same for a client that reconnects: less than any listener in the tests drains.
+/// The same for a client that reconnects: shorter than the drain time of any listener in the tests.
 const IDLE_IF_RECONNECTING: Duration = Duration::from_millis(500);
 
 /// A request to send.

@@ -88,7 +88,7 @@ pub enum Policy {
     ClientSideWeighted,
 }
 
-/// A configuration for [`crate::Envoy`], based on `envoy-configs/static/envoy.yaml`.
+/// A configuration for [`crate::Envoy`], usually one of those in `envoy-configs/static/`, changed for a test.
 #[derive(Clone, Debug)]
 pub struct EnvoyConfig {
     root: Value,
@@ -201,7 +201,7 @@ impl EnvoyConfig {
                 ("least_request.v3.LeastRequest", json!({"selection_method": "FULL_SCAN"}))
             }
             Policy::Random => ("random.v3.Random", json!({})),
-            // If the penalty is not set it is 0, although the documentation says 1.
+            // If the penalty is not set, it is 0, although the documentation says 1.
             Policy::ClientSideWeighted => (
                 "client_side_weighted_round_robin.v3.ClientSideWeightedRoundRobin",
                 json!({"blackout_period": "1s", "error_utilization_penalty": 1.0}),

@@ -18,7 +18,7 @@ use tokio::sync::mpsc;
 
 use super::Tokens;
 
-/// Tokens between two chunks of an answer. The first and the last token always end a chunk.
+/// Tokens per chunk of an answer. The first and the last token always end a chunk.
 const CHUNK: u32 = 8;
 /// Mean length of the trace's contexts, tokens.
 const USUAL_CONTEXT: u32 = 2048;

@@ -2,9 +2,9 @@
 //! go on the same cores. The simulator runs the same ramp for comparison.
 //!
 //! `scale` says how the paper's testbed is reduced to two cores. This benchmark cannot show three things: a hundred
-//! replicas and a hundred clients; machines that are full for minutes; and the other ways in which isolation slows a
-//! replica down, such as caches and memory bandwidth. Its single Envoy knows all requests, which helps rules that count
-//! their own requests.
+//! replicas and a hundred clients; machines that are full for minutes; and the other ways in which antagonists slow a
+//! replica down, such as contention for caches and memory bandwidth. Its single Envoy knows all requests, which helps
+//! rules that count their own requests.
 
 mod antagonist;
 mod burn;

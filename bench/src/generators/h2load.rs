@@ -44,7 +44,7 @@ fn opened(count: u32) -> (u32, u32) {
     (at_a_time(ms) as u32, ms)
 }
 
-/// Reads the columns: microseconds since 1970, status (-1 if the stream failed), microseconds.
+/// Reads the columns: send time in microseconds since 1970, status (-1 if the stream failed), latency in microseconds.
 fn record(line: &str) -> Result<Record> {
     let mut columns = line.split('\t');
     let mut next = |name| columns.next().with_context(|| format!("no {name}"));

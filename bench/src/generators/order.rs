@@ -96,7 +96,8 @@ pub(super) struct Record {
     pub(super) latency: Option<Duration>,
 }
 
-/// Converts records to samples that are due when they were sent, from the first one on.
+/// Converts records to samples. A sample's due time is the time at which its request was sent, counted from the first
+/// request.
 pub(super) fn samples(records: &[Record]) -> Vec<Sample> {
     let first = records.iter().map(|record| record.sent).min().unwrap_or_default();
     let sample =

@@ -25,7 +25,8 @@ pub(super) fn send(order: &Order) -> Result<Vec<Record>> {
     parsed(order.read("results.csv")?.lines(), record)
 }
 
-/// Reads the first three columns: nanoseconds since 1970, status (0 without a complete answer), nanoseconds.
+/// Reads the first three columns: send time in nanoseconds since 1970, status (0 without a complete answer), latency in
+/// nanoseconds.
 fn record(line: &str) -> Result<Record> {
     let mut columns = line.split(',');
     let mut next = |name| columns.next().with_context(|| format!("no {name}"));

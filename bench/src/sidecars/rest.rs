@@ -15,7 +15,7 @@ use crate::table::{self, one};
 /// Goal for an Envoy at rest, as a share of one core.
 const CPU_SHARE: f64 = 0.005;
 
-/// An Envoy's mean at rest.
+/// Mean figures at rest, those of an Envoy unless stated otherwise.
 struct Rest {
     /// Share of one core.
     cpu: f64,
@@ -26,7 +26,7 @@ struct Rest {
     agent_cpu: f64,
 }
 
-/// Measures the fleet of `scenario` and an Envoy with many clusters without requests, prints the figures, and adds the
+/// Measures, without requests, the fleet of `scenario` and an Envoy with many clusters. Prints the figures and adds the
 /// verdicts.
 pub(super) async fn run(
     scenario: &Scenario,

@@ -243,8 +243,8 @@ impl<'a> World<'a> {
                 self.missed(slot, id);
                 continue;
             }
+            // The queue is empty once arrivals and periodic events have stopped and the last queries have ended.
             let Some(Timed { at, event, .. }) = self.queue.pop() else { break };
-            // Arrivals and periodic events have stopped; only the last queries remain.
             self.now = at;
             self.run.events += 1;
             self.handle(event);

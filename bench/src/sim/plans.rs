@@ -308,7 +308,7 @@ fn capped(ms: f64) -> f64 {
 const CPU_VARIATION: Metric = Metric { name: "cpu_variation", of: |_, run, _| run.cpu_variation() };
 const MEDIAN_THETA: Metric = Metric { name: "theta_p50", of: |_, run, _| run.theta() };
 
-/// Share of the servers that are slower than the fastest; NaN if there are none.
+/// Share of the queries that go to servers slower than the fastest; NaN if no server is slower.
 const SLOW_SHARE: Metric = Metric {
     name: "slow_share",
     of: |scenario, run, _| {

@@ -36,8 +36,8 @@ const GAIN: f64 = 1.0 / 16.0;
 /// Packets in a 16 kB and in a 1 MB request.
 const SMALL: u32 = 11;
 const LARGE: u32 = 699;
-/// Growth factor of a window in a round without marks, and maximum window in packets. The maximum corresponds to 15
-/// Gbit/s, because many connections share a host's link.
+/// Growth factor of a window in a round without marks, and maximum window in packets. The maximum, which corresponds
+/// to 15 Gbit/s, is below a host's link speed, because many connections share that link.
 const GROWTH: f64 = 1.5;
 const MAX_WINDOW: f64 = 128.0;
 

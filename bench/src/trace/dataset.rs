@@ -46,8 +46,8 @@ impl Trace {
         Ok(Self { requests, span })
     }
 
-    /// Returns the requests that arrive within `window`, with due times from its start, `times` as fast. The trace
-    /// repeats.
+    /// Returns the requests that arrive within `window`. Their due times count from its start and are divided by
+    /// `times`. The trace repeats.
     pub(crate) fn part(&self, window: &Range<Duration>, times: f64) -> Vec<Due> {
         let first = window.start.as_millis() / self.span.as_millis();
         let rounds = (first as u32..).map(|round| self.span * round).take_while(|start| *start < window.end);

@@ -96,7 +96,7 @@ struct State {
     moves: u32,
     /// The label given to the socket.
     label: Option<Label>,
-    /// Set if the automatic label was switched: its original state, and the holder of the socket.
+    /// Set if the automatic label was switched on or off: its original state, and the holder of the socket.
     switched: Option<Note>,
     /// Set if the socket should move but its holder is not known yet.
     waiting: Option<Cause>,

@@ -138,10 +138,10 @@ pub struct Terms {
     pub share: Share,
     /// Whether to fail if the label is already leased, instead of joining that lease.
     pub fresh: bool,
-    /// Time after the last use for which no other socket gets the label, in seconds. More than about 60 need
+    /// Time for which the kernel keeps the lease after its last use, in seconds. Values above about 60 need
     /// CAP_NET_ADMIN.
     pub linger_s: u16,
-    /// Minimum lifetime of the lease, in seconds. More than about 60 need CAP_NET_ADMIN.
+    /// Minimum lifetime of the lease, in seconds. Values above about 60 need CAP_NET_ADMIN.
     pub expires_s: u16,
 }
 

@@ -1,5 +1,5 @@
-//! Restores the automatic labels that a process has switched, if the process ends without restoring them itself:
-//! killed, out of memory, or crashed.
+//! Restores the automatic labels that a process has switched on or off, if the process ends without restoring them
+//! itself: because it was killed, ran out of memory, or crashed.
 //!
 //! When a process ends, the kernel undoes the effects of its BPF programs, but an option set on another process's
 //! socket stays set. So a second process receives a note about each socket over a pipe before the socket is touched,
@@ -13,7 +13,7 @@ use std::str::FromStr;
 use crate::holders::{Holder, Holders};
 use crate::{Error, Result, sock};
 
-/// A socket whose automatic label has been switched, or is about to be.
+/// A socket whose automatic label has been switched on or off, or is about to be.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Note {
     /// Holder through which the socket was reached.

@@ -8,8 +8,8 @@ use crate::sysctl::{self, PlbParams};
 /// Sets congestion control (DCTCP, which also enables ECN), `SO_TXREHASH` and automatic labels. Accepted connections
 /// inherit them from their listener. `ipv6`: whether the connection uses IPv6 on the wire.
 ///
-/// Returns the settings that failed and any other obstacles, one sentence each. If the list is empty, PLB will work.
-/// The socket is usable in any case.
+/// Returns the settings that failed and any other obstacles, one sentence each. If the list is empty, nothing that was
+/// checked on this host prevents PLB; the peer must also accept ECN. The socket is usable in any case.
 pub fn prepare(socket: &impl AsFd, ipv6: bool) -> Vec<String> {
     if !ipv6 {
         return vec!["IPv4 has no flow label: this socket cannot be repathed".to_owned()];

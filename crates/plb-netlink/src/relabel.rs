@@ -1,6 +1,6 @@
-//! Gives selected sockets another flow label on the wire, from outside and with any congestion control. A BPF program
-//! on the egress of a device looks the socket up by its cookie and rewrites the 20 bits. The TCP checksum does not
-//! cover them.
+//! Gives selected sockets another flow label on the wire. This works with any congestion control, and does not change
+//! the sockets. A BPF program on the egress of a device looks the socket up by its cookie and rewrites the 20 bits. The
+//! TCP checksum does not cover them.
 //!
 //! The program runs after the host has chosen its own route. On a host with several uplinks, the new label therefore
 //! affects the path in the fabric, not the choice of the uplink.

@@ -129,7 +129,7 @@ pub fn list() -> Result<Vec<Route>> {
         .collect())
 }
 
-/// Returns the route with exactly this destination or, for a single address, the route that its packets take: the one
+/// Returns the route with exactly this destination or, for a single address, the route that packets to it take: the one
 /// with the longest prefix. If several are left, the one with the lowest value of `priority` wins.
 ///
 /// # Errors

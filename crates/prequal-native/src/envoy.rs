@@ -427,7 +427,7 @@ pub(crate) struct Response<'a> {
 }
 
 impl<'a> Response<'a> {
-    /// Returns all headers. Envoy takes far longer to find a few of them by name.
+    /// Returns all headers at once, because Envoy takes far longer to find even a few of them by name.
     pub(crate) fn headers(self) -> List<'a> {
         // SAFETY: the filter is valid during the hook.
         let count = unsafe { envoy_dynamic_module_callback_http_get_headers_size(self.filter, self.kind) };

@@ -1,7 +1,7 @@
 //! The hooks that Envoy calls: the module, the policy, the HTTP filters, the access logger, the bootstrap extension.
 //!
 //! The numbered invariants are those of [`crate::envoy`]. A panic in a hook would end Envoy. [`guarded`] catches it and
-//! returns the result that does least harm: no host, an attempt without report, no probe.
+//! returns the result that does the least harm: no host, an attempt without a report, no probe.
 
 use std::borrow::Cow;
 use std::ffi::c_char;

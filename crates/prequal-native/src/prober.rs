@@ -128,7 +128,7 @@ fn send(bootstrap: Bootstrap<'_>, worker: &WorkerRef, due: ProbesDue) {
             (HEADER_DEST, address.as_str()),
         ];
         let full = PROBES.with_borrow(HashMap::len) >= MAX_IN_FLIGHT;
-        // The hook for the reply may run during this call, so nothing may be borrowed here. In that case Envoy also
+        // The hook for the reply may run during this call, so nothing may be borrowed here. If it does, Envoy also
         // refuses the call, and the hook finds no probe with the call's number.
         let number = (!full).then(|| bootstrap.call(&cluster, &headers, timeout_ms)).flatten();
         let worker_now = worker.borrow();
@@ -155,6 +155,6 @@ pub(crate) fn replied(number: u64, headers: Option<&impl Headers>) {
     let reply: Result<Reply, ProbeEnd> =
         headers.map_or(Err(ProbeEnd::Refused), |headers| Reply::read(headers, verified));
     balancer.replied(now, Some(probe.target), false, reply);
-    // The main thread makes no picks, which would apply the reported load, so it is applied here.
+    // A pick would apply the reported load. The main thread makes no picks, so the load is applied here.
     balancer.apply(now, rng);
 }

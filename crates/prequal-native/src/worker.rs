@@ -21,8 +21,8 @@ use crate::store::Shared;
 /// next pick after the period; the main thread has a timer.
 pub(crate) const TICK_US: u64 = 250_000;
 
-/// Time after a transaction, microseconds. Within this time, a busy worker does not apply what responses have shown,
-/// because the next pick is likely to do so. After this time, it applies that at once. A worker is busy if its last
+/// Time after a transaction during which a busy worker does not apply what responses have shown, microseconds: the next
+/// pick is likely to do so. Later, or if the worker is not busy, it applies that at once. A worker is busy if its last
 /// pick came within this time after the transaction before it.
 const SOON_US: u64 = 10_000;
 

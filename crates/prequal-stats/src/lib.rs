@@ -2,10 +2,10 @@
 //!
 //! The filter (`crates/prequal-filter/src/metrics.rs`) puts labels into names, because the metrics of a wasm module
 //! have no labels: `wasmcustom.prequal_picks_total.cluster=replicas.branch=cold: 3`. The demo's page, `prequal top`
-//! and the tests read them here. This crate only parses text; its users decide how the text is fetched, and how
+//! and the tests use this crate to read them. It only parses text; its users decide how the text is fetched, and how
 //! often.
 
-/// Path to request from the admin interface: counters and gauges of the filter, nothing else.
+/// Path to request from the admin interface. The answer has only the statistics whose names contain `prequal_`.
 pub const PATH: &str = "/stats?filter=prequal_";
 
 /// Prefixes that Envoy gives to the statistics of a WebAssembly module and of a dynamic module.

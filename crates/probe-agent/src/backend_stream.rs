@@ -195,7 +195,7 @@ fn ended(trailers: &HeaderMap) -> End {
     End(end, format!("the stream ended with gRPC status {status}"))
 }
 
-/// Returns the pause before the next stream. It doubles with each stream that soon ends.
+/// Returns the pause before the next stream. It doubles with each stream that ends soon.
 fn next_pause(last: Duration, lasted: Duration, end: BackendStreamEnd) -> Duration {
     if end == BackendStreamEnd::Unimplemented {
         MAX_PAUSE

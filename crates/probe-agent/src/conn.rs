@@ -192,7 +192,7 @@ impl Watch {
     }
 }
 
-/// A request that began, and whether its head is acceptable, or the reason why it is not.
+/// A request that began, and the result of the check of its head: an error holds the reason for refusing it.
 pub(crate) type Begun = (Busy, Result<(), &'static str>);
 
 /// Keeps a request of this connection in flight until this value is dropped.

@@ -54,8 +54,8 @@ pub(crate) async fn drive<C>(
                 }
                 () = &mut asked => break,
                 _ = look.tick() => {
-                    // If no request began between two checks and none is in flight, the connection has been idle for at
-                    // least half the limit, and at most all of it.
+                    // If no check within half the limit finds a new request or one in flight, the connection has been
+                    // idle for at least that long, and usually for at most the whole limit.
                     let now = watch.activity();
                     if now != last || now.1 {
                         (last, since) = (now, Instant::now());

@@ -32,7 +32,7 @@ impl Rules {
         (rules.idle.is_some() || rules.age.is_some()).then_some(rules)
     }
 
-    /// Returns the time between two checks. A request outlives its limit by no more than this.
+    /// Returns the time between two checks. A request outlives its limit by at most two such periods.
     pub(crate) fn period(self) -> Duration {
         let shortest = self.idle.into_iter().chain(self.age).min().unwrap_or(Duration::MAX);
         (shortest / 4).clamp(Duration::from_millis(1), Duration::from_secs(60))

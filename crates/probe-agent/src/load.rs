@@ -538,7 +538,7 @@ fn bump(counter: &AtomicU64) {
     counter.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Upper bounds of the latency histogram, microseconds: 1-2-5 steps from 0.1 ms to 60 s.
+/// Upper bounds of the latency histogram, microseconds: 1-2-5 steps from 0.1 ms to 20 s, then 30 s and 60 s.
 pub const LATENCY_BOUNDS_US: [u64; 19] = [
     100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000,
     2_000_000, 5_000_000, 10_000_000, 20_000_000, 30_000_000, 60_000_000,

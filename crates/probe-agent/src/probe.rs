@@ -40,8 +40,7 @@ pub(crate) fn reply(report: &LoadReport, divisor: u32, request: &HeaderMap) -> R
     response
 }
 
-/// Returns the report as a header value that includes its divisor. `None` cannot happen: the text is digits and
-/// punctuation.
+/// Returns the report as a header value that includes its divisor. `None` cannot happen: the text is visible ASCII.
 pub(crate) fn header_value(report: &LoadReport, divisor: u32) -> Option<HeaderValue> {
     let mut text = String::with_capacity(64);
     write!(text, "{report}").ok()?;

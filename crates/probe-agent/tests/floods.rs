@@ -2,11 +2,12 @@
 //! connections, endless pipelines. Meanwhile, all requests of well-behaved clients must be answered and the program's
 //! memory must stay bounded. Afterwards, nothing may be left in flight.
 //!
-//! The floods write frames by hand, and only the socket slows them down. Clients and backend have their own thread, so
-//! that any delay is caused by the agent. One flood is left out: requests that are reset once the backend has them,
-//! which a backend may answer by ending the shared connection (docs/design/security.md). `PREQUAL_SILENT_CONNECTIONS`
-//! sets the number of connections that stay silent. docs/design/security.md has the command for 100 000 of them and 200
-//! well-behaved requests a second, which takes a release build and many descriptors.
+//! The floods write frames by hand. Only the socket and short pauses between writes slow them down. Clients and backend
+//! have their own thread, so that any delay is caused by the agent. One flood is left out: requests that are reset once
+//! the backend has them, which a backend may answer by ending the shared connection (docs/design/security.md).
+//! `PREQUAL_SILENT_CONNECTIONS` sets the number of connections that stay silent. docs/design/security.md has the
+//! command for 100 000 of them and 200 well-behaved requests a second, which takes a release build and many
+//! descriptors.
 
 mod common;
 

@@ -92,7 +92,7 @@ async fn agent(page: &Page, number: u16) {
 }
 
 async fn load(page: &Page) {
-    // Also request one earlier window, so that a restarted generator is noticed by its clock.
+    // Only newer windows are requested. A restarted generator is noticed by its clock, which has gone back.
     let since = page.state().newest();
     let Some(answer) = get(page, &format!("http://load:{}/stats?since={since}", load::PORT)).await else {
         return;

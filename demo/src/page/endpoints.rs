@@ -24,7 +24,7 @@ pub(crate) struct Endpoints {
 }
 
 impl Endpoints {
-    /// `replicas` replicas, of which the last is a spare.
+    /// The endpoints of `replicas` replicas, of which the last one is a spare. No address is known yet.
     pub(crate) fn new(replicas: u16, file: PathBuf) -> Self {
         Self {
             replicas,

@@ -1,4 +1,4 @@
-//! `/metrics` in Prometheus' text format: measurements by the clients of both sides.
+//! `/metrics` in Prometheus' text format: what the load generator has measured on both sides.
 
 use std::fmt::Write as _;
 

@@ -118,7 +118,10 @@ class Levels:
         self._fitted_at = None
 
     def _level_of_burst(self, now: int, level: int, together: int) -> int:
-        """Returns the level at which a burst of departures began, because requests that arrive together leave together."""
+        """Returns the level at which the current burst of departures began.
+
+        Requests that arrive together may leave together; all of them count at that level.
+        """
         last, began_at = self._burst
         if abs(now - last) <= together and level < began_at:
             level = began_at
@@ -138,7 +141,7 @@ class Levels:
         return self._fit
 
     def _fitted(self, weight: float, running: float, leaves: float) -> Capacity | None:
-        """Finds the knee with the score that capacity.rs describes.
+        """Chooses the knee by the score that capacity.rs describes.
 
         `weight` is the weight of the present. `running` and `leaves` are added to `time` and `left` of the current level.
         """

@@ -35,7 +35,7 @@ class FastRun:
         self._took = 0.0
 
     def answered(self, now: int, fit: Fit, arrived_as: int, latency_us: int) -> bool:
-        """Records a response. Returns whether the run is too long for chance."""
+        """Records a response. Returns whether the run is too long to be due to chance."""
         if arrived_as > fit.knee:
             return False
         arrived = max(now - latency_us, 0)

@@ -383,8 +383,8 @@ async fn answer(mut request: Request<Incoming>, mode: Mode) -> Result<(Response<
     Ok((response, false))
 }
 
-/// The request's body as it arrives, to be echoed. Empty frames are dropped: a request ends with one, and its echo must
-/// not precede the trailers. With `empty_frames`, an empty frame is added after each of the others.
+/// The request's body as it arrives, to be echoed. Empty frames are dropped, because a request ends with one, which
+/// must not be echoed before the trailers. With `empty_frames`, an empty frame is added after each echoed frame.
 struct Messages {
     from: Incoming,
     empty_frames: bool,

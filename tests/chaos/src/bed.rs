@@ -88,7 +88,7 @@ impl Bed {
     }
 
     /// Returns the counters that do not balance although no request is in flight. Polls until all balance or `limit`
-    /// has passed. With `ejected`, requires also that no replica is ejected, which holds only once all replicas have
+    /// has passed. With `ejected`, also requires that no replica is ejected. That holds only once all replicas have
     /// their traffic back. The filter's counters are compared with those `before`, unless the filter or Envoy was
     /// killed: what they had counted is then lost.
     pub(crate) fn unbalanced(&self, limit: Duration, ejected: bool, before: Open) -> Result<Vec<String>> {
@@ -147,7 +147,7 @@ fn on_lasting_thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'stati
     result.recv().context("it panicked, see above")
 }
 
-/// The module that can crash. What it stores in shared data counts as another release's.
+/// The module that can crash. What it stores in shared data has another version, like that of another release.
 pub(crate) fn crashing_module() -> PathBuf {
     std::env::var_os("PREQUAL_DIST_TEST")
         .map_or_else(|| target_dir().join("dist-test"), PathBuf::from)

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result};
 use prequal_testbed::envoy_binary;
 
-/// The library that replaces `clock_gettime` and `gettimeofday`.
+/// The library that replaces `clock_gettime`, `gettimeofday` and `time`.
 const SOURCE: &str = include_str!("clock.c");
 
 /// Prepares, in `dir`, an Envoy whose clock can be stepped; returns its program and the file for [`step`]. Needs a C

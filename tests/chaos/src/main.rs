@@ -1,6 +1,6 @@
-//! Faults under load: the shipped configuration, a real Envoy, eight agents with backends, 500 requests a second of
-//! every kind. Each fault has a goal; the exit status is nonzero if one is missed. `cargo xtask chaos` builds what is
-//! needed and runs this program.
+//! Faults under load: the shipped configuration, a real Envoy, eight agents with backends, and 500 requests a second
+//! of mixed kinds. Each fault has a goal; the exit status is nonzero if one is missed. `cargo xtask chaos` builds what
+//! is needed and runs this program.
 //!
 //! * `mix`, `load`: the users' requests, and which outcomes are errors.
 //! * `backend`, `bed`: the system under test.

@@ -55,7 +55,7 @@ impl Capture {
         let thread = std::thread::spawn(move || {
             let mut buffer = [0; 128];
             while !ended.load(Ordering::Relaxed) {
-                // A timeout is an opportunity to check `stop`.
+                // A timeout is an opportunity to check `ended`.
                 let Ok(length) = (&socket).read(&mut buffer) else { continue };
                 if let (Some(packet), Ok(mut packets)) = (parse(&buffer[..length]), record.lock()) {
                     packets.push(packet);

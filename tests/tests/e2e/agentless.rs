@@ -36,7 +36,7 @@ impl Mixed {
     }
 }
 
-/// Asserts that each replica gets its share, and that one which gets an agent later is then balanced like the others.
+/// Asserts that each replica gets its share, and that the filter notices when a replica gets an agent.
 fn assert_shares(config: impl FnOnce(&[SocketAddr]) -> Result<EnvoyConfig>) -> Result<()> {
     let mut fleet = Mixed::start(4, 2)?;
     let envoy = Envoy::start(config(&fleet.addrs())?)?;

@@ -276,7 +276,7 @@ fn unread_answers_are_not_kept_in_memory() -> Result<()> {
     Ok(())
 }
 
-/// Repeats what well-behaved clients do until stopped; then returns the number of rounds, or the first failure.
+/// Acts like well-behaved clients until stopped. Each task returns the number of its rounds, or its first failure.
 struct WellBehaved {
     stop: Arc<AtomicBool>,
     tasks: Vec<(&'static str, JoinHandle<Result<u32>>)>,

@@ -93,7 +93,7 @@ fn refused(agent: &Agent) -> Result<f64> {
     agent.metrics()?.get(name).copied().context("no such metric")
 }
 
-/// Ends one backend after the other, and brings each back once requests have reached its agent without it.
+/// Ends one backend after the other, and restarts each once its agent has failed to forward a request to it.
 /// `PREQUAL_ROUNDS` (default 1) sets the number of rounds.
 fn end_each(pods: &mut Pods, end: fn(&mut Killable) -> Result<()>) -> Result<()> {
     let rounds = std::env::var("PREQUAL_ROUNDS").map_or(Ok(1), |rounds| rounds.parse())?;
@@ -129,8 +129,8 @@ fn a_dead_backend_fails_only_requests_in_flight_there() -> Result<()> {
     // Requests are retried even if their body is still arriving, or exceeds Envoy's buffers.
     let load = Load::start(envoy.client(), 100, Request::post("/", vec![b'x'; 100_000]));
     end_each(&mut pods, kill)?;
-    // A backend that is stopped finishes its requests, but a new request may arrive on an idle connection as that
-    // closes.
+    // A backend that is stopped finishes its requests, but a new request may arrive on an idle connection just as that
+    // connection closes.
     end_each(&mut pods, stop)?;
     let failures = load.failures();
     let working = |failure: &&String| failure.contains("backend closed the connection before a response");

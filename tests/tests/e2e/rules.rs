@@ -22,7 +22,7 @@ fn with(addrs: &[SocketAddr], settings: &Value) -> Result<EnvoyConfig> {
     Ok(settings.iter().fold(config, |config, (key, value)| set(config, key, value.clone())))
 }
 
-/// Removes a probe setting of the shipped configuration that rules without probes refuse.
+/// Removes the shipped setting `verified_probes`, which is refused with a rule that needs no probes.
 fn without_probes(config: EnvoyConfig) -> EnvoyConfig {
     config.filter_settings(|settings| {
         settings["clusters"][0].as_object_mut().expect("an object").remove("verified_probes");
@@ -286,7 +286,7 @@ fn a_replica_that_reports_a_low_age_gets_fewer_requests() -> Result<()> {
     let mut fleet = stand_ins(3, load, move |addr| load(addr).delay(MS(2)))?;
     let new = |addr| with_load(report(1, 2000, addr) + ";up=0");
     fleet.push(stand_in(new, move |addr| new(addr).delay(MS(2)))?);
-    // Requests at the new replica, of 400; a fair share is 100.
+    // The number of requests, out of 400, that the new replica gets; a fair share is 100.
     let share_of_the_new = |slow_start_ms: u32| -> Result<_> {
         let envoy = Envoy::start(with(&addrs(&fleet), &json!({"slow_start_ms": slow_start_ms}))?)?;
         warm(&envoy, 4);

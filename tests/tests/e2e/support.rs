@@ -145,7 +145,7 @@ pub fn is_probe(seen: &Seen) -> bool {
     seen.path.split('?').next() == Some(PROBE_PATH)
 }
 
-/// An honest report.
+/// The text of a report.
 pub fn report(rif: u32, latency_us: u32, addr: SocketAddr) -> String {
     format!("{rif};{latency_us};{addr}")
 }

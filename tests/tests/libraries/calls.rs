@@ -1,5 +1,5 @@
-//! The requirements of a library for gRPC: reports in headers and trailers, and how each call counts. The service is
-//! gRPC's own health check, whose answer depends on the name that it is asked about.
+//! What a library must do for gRPC: reports in headers and trailers, and how each call counts. The service is gRPC's
+//! own health check, whose answer depends on the name that it is asked about.
 
 use std::net::SocketAddr;
 

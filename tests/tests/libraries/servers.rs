@@ -62,7 +62,8 @@ fn request(kind: Kind) -> Request {
     Request::post("/", vec![b'x'; 10_000])
 }
 
-/// Fails unless the request was answered completely, or was not sent, so that Envoy sends it to another replica.
+/// Fails unless the request was answered completely, or was not sent: in that case, Envoy would send it to another
+/// replica.
 fn was_answered(kind: Kind, answer: &Response) -> Result<()> {
     if answer.header("x-prequal-failure") == Some("unsent") {
         return Ok(());

@@ -1,4 +1,4 @@
-//! The requirements of a library for real requests over HTTP: the headers, probes, and how each request counts.
+//! What a library must do for real requests over HTTP: the headers, probes, and how each request counts.
 //!
 //! The application answers by path: `/ok`, `/empty`, `/missing` (404), `/error` (500), `/panic` (no answer), `/break`
 //! (half of one), `/hang` (until the client leaves), `/events` (an event stream), `/large` (32 MiB of known length),
@@ -16,7 +16,7 @@ use serde_json::Value;
 use crate::http::{exchange, head_of, parsed, send};
 use crate::subject::{PATIENCE, Subject};
 
-/// Maximum time of requests without a wait on a busy machine, microseconds.
+/// Upper limit for the base latency after a request that takes 20 ms, in microseconds. A busy machine adds to it.
 const QUICK_US: u32 = 300_000;
 
 /// Checks everything on a server that has just started.

@@ -239,7 +239,7 @@ fn a_sidecar_steers_with_the_module_by_envoy_filter() -> Result<()> {
     })
 }
 
-/// No agents, mTLS between the proxies, and a server that accepts connections only under Istio's names.
+/// No agents, mTLS between the proxies, and a server that accepts only connections with Istio's server names (SNI).
 #[test]
 fn sidecars_steer_to_sidecars_in_the_inbound_role() -> Result<()> {
     bed!();

@@ -138,7 +138,7 @@ impl Mesh {
         }
     }
 
-    /// Makes `proxy` accept connections only from the mesh's clients under Istio's names, as with `STRICT`.
+    /// Makes `proxy` accept only connections from the mesh's clients with Istio's server names (SNI), as with `STRICT`.
     pub fn terminate(&self, proxy: &mut Proxy) {
         let listener = &mut proxy.listener().value;
         let inspector = "envoy.extensions.filters.listener.tls_inspector.v3.TlsInspector";

@@ -20,7 +20,7 @@ fn client_files() -> Result<Vec<Value>> {
     documents("istio/client-sidecar.yaml")
 }
 
-/// The only document of `kind`, or the one called `name`.
+/// The document of `kind` called `name`.
 fn of<'a>(files: &'a mut [Value], kind: &str, name: &str) -> &'a mut Value {
     files.iter_mut().find(|it| it["kind"] == kind && it["metadata"]["name"] == name).expect("such a document")
 }
@@ -115,7 +115,8 @@ fn under_passthrough_envoy_refuses_the_probe_cluster_and_clients_choose_no_host_
         apply(&mut proxy, &client_files()?);
         Ok(proxy)
     };
-    // The symptom: the cluster's update is refused, which here means the whole configuration.
+    // The symptom: Envoy refuses the cluster's update. In this test the clusters are static, so it refuses the whole
+    // configuration.
     let error = passing()?.start().err().map(|error| format!("{error:#}")).unwrap_or_default();
     assert!(error.contains(PROBING) || error.contains("ORIGINAL_DST"), "{error}");
     // With the update refused, the cluster does not exist.

@@ -356,7 +356,7 @@ fn the_values_in_the_table_are_the_charts() -> Result<()> {
     Ok(())
 }
 
-/// Paths of values; blocks whose keys are Kubernetes' own, or always the same three, count as one.
+/// Paths of values. `resources`, `labels`, and an `image` with its fields each count as one value.
 fn leaves(path: &str, value: &Value, found: &mut BTreeSet<String>) {
     let whole = ["resources", "image", "labels"].iter().any(|name| path.ends_with(&format!(".{name}")));
     match value.as_object() {

@@ -127,7 +127,7 @@ fn every_query_answers_on_a_live_fleet_and_every_alert_can_fire() -> Result<()> 
     bed.shows(&bed.only(&EMPTY_WHEN_HEALTHY)?)?;
     drop(direct);
 
-    // Remove the replica that every request prefers.
+    // Remove six replicas, among them the one that every request prefers.
     envoy.set_endpoints("replicas", &addrs[6..])?;
     bed.raises("Envoy serves from fewer than it probes", SERVED_BY_FEWER)?;
     envoy.set_endpoints("replicas", &addrs)?;

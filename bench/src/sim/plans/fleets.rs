@@ -11,12 +11,13 @@ use crate::sim::measure::RunRecord;
 
 /// Slots of a server without a queue: every query is served at once.
 const NO_QUEUE: usize = usize::MAX;
-/// One query in ten takes about twenty times as long as the others, in units of 10 ms.
+/// One query in ten takes about twenty times as long as the others. The unit is 10 ms.
 pub(super) const MIX: Sizes = Sizes::Mix { rare: 0.1, long: (10.0, 30.0), usual: (0.5, 1.5) };
-/// One query in twenty takes 80 times as long, in units of 5 ms.
+/// One query in twenty takes 80 times as long as the others. The unit is 5 ms.
 const RARE: Sizes = Sizes::Mix { rare: 0.05, long: (80.0, 80.0), usual: (1.0, 1.0) };
 
-/// One query in 500 takes a thousand times as long, in units of 10 ms: each replica has one or two of them at any time.
+/// One query in 500 takes about a thousand times as long as the others, so each replica has one or two of them at any
+/// time. The unit is 10 ms.
 const RARE_LONG: Sizes = Sizes::Mix { rare: 0.002, long: (1000.0, 1000.0), usual: (0.8, 1.2) };
 
 /// Each client sends five queries a second.

@@ -1,8 +1,8 @@
 //! Fleets drawn at random: how often, and by how much, is Prequal worse than the best of Envoy's own policies?
 //!
 //! `random` has the fleets that the rule has been changed for. `heldout` has the next ones, with which later versions
-//! of the rule were compared. `unseen` has the ones after those, which were first run with the finished rule. Faults
-//! other than a slow server are left out; `finagle`, `sinkhole` and `churn` have them.
+//! of the rule were compared. `unseen` has the ones after those, with which no change of the rule was made or judged.
+//! Faults other than a slow server are left out; `finagle`, `sinkhole` and `churn` have them.
 
 use rand::rngs::SmallRng;
 use rand::seq::IndexedRandom as _;
@@ -44,7 +44,7 @@ fn log_uniform(rng: &mut SmallRng, low: f64, high: f64) -> f64 {
 enum Kind {
     Slots(usize),
     Cores(f64),
-    /// Serves everything at once, as a server does that waits for others.
+    /// Serves everything at once, like a server that only waits for other servers.
     Unlimited,
 }
 

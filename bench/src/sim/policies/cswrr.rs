@@ -5,7 +5,8 @@
 //!   `rps_fractional / (application_utilization + penalty · eps / rps_fractional)`, truncated to a whole number. A
 //!   report without requests or utilisation changes nothing.
 //! - Weights take effect every `weight_update_period`. A weight is invalid until reports have arrived for
-//!   `blackout_period`, and after `weight_expiration_period` without one. Such a replica gets the median of the others.
+//!   `blackout_period`, and after `weight_expiration_period` without one. Without a valid weight, a replica gets the
+//!   median of the others.
 //! - With equal weights, replicas are picked in rotation. Otherwise the replica with the earliest deadline is next, and
 //!   its deadline then moves by 1 / weight. When a weight changes, a new schedule begins, in the state that it would
 //!   have after a fixed number of picks. This number is drawn once per client.

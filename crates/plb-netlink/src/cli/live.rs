@@ -111,7 +111,8 @@ pub(crate) fn run(output: Output, args: &RunArgs) -> Result<Answer> {
             Err(error) => return Err(error),
         },
     };
-    // From here on the first signal ends the loop; dropping the daemon detaches.
+    // From here on, the first signal only ends the loop. The daemon undoes its changes at the latest when it is
+    // dropped.
     watch()?;
     let warnings = rights::obstacles();
     emit(
@@ -150,8 +151,8 @@ pub(crate) fn run(output: Output, args: &RunArgs) -> Result<Answer> {
     Ok(Answer::Good)
 }
 
-/// Moves connections by socket options, with a companion process that restores the labels that this process leaves
-/// switched.
+/// Moves connections by socket options. Starts a companion process: if this process ends without restoring the labels,
+/// the companion restores them.
 fn by_options() -> Result<Way> {
     // Not the program's path, which may name another program by now.
     let mut command = Command::new("/proc/self/exe");

@@ -165,8 +165,8 @@ fn systemd_accepts_the_unit() {
     };
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && said.is_empty(), "{said}");
-    // Mistakes in the unit would be reported, except a capability that does not exist; the tests above run with the
-    // unit's capabilities.
+    // systemd reports mistakes in the unit, except a capability that does not exist. The tests above cover that case,
+    // because they run with the unit's capabilities.
     for (good, bad) in [("/plb run", "/plp run"), ("NoNewPrivileges", "NoNewPrivilege"), ("=exec", "=exek")] {
         let output = verify(&unit.replacen(good, bad, 1)).unwrap();
         assert!(!output.stderr.is_empty(), "{bad}");

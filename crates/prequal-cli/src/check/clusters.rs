@@ -30,7 +30,7 @@ pub(super) fn check(source: &Source<'_>, settings: &FilterConfig, path: &str, fi
 /// How Prequal learns the placement of replicas: priorities, localities, weights, health.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Placement {
-    /// From the probes that the probe cluster places.
+    /// From discovery probes: the probe cluster's policy chooses where they go.
     Learned,
     /// From Envoy's host sets.
     Known,

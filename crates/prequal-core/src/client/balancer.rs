@@ -66,8 +66,8 @@ pub struct Tick {
     pub ejected: u32,
     /// Number of replicas known to have no agent.
     pub agentless: u32,
-    /// Whether more than half of the fleet would be ejected (so that no replica is), or has recently failed every
-    /// second request.
+    /// Whether most replicas are bad: more than half of them would be ejected (in that case, none is), or have recently
+    /// failed at least half of their requests.
     pub panic: bool,
     /// Probes to send because no requests have come.
     pub probes: ProbesDue,
@@ -427,8 +427,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         }
     }
 
-    /// Records the load reported on a response, unless the request failed: a replica that fails requests immediately
-    /// looks idle and fast.
+    /// Records the load reported on a response, unless the request failed: quick failures make a replica look
+    /// idle and fast.
     fn count(
         &mut self,
         request: &Request,

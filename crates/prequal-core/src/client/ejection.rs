@@ -686,8 +686,8 @@ impl EjectionTable {
         self.flagged() * 2 > self.members as usize
     }
 
-    /// Whether more than half of the fleet is ejected or has recently failed every second request. Replicas that all
-    /// fail alike are not ejected, but no replica is better either.
+    /// Whether more than half of the replicas are ejected or have recently failed at least half of their requests. The
+    /// second condition matters because replicas that all fail alike are not ejected.
     pub fn most_fail(&self, now: Micros) -> bool {
         // A copy of the table may be out of date, so its old records do not count.
         let fails = |record: &&Record| {

@@ -11,7 +11,7 @@
 //! - The replicas' shares of the samples are their weights ([`Placement`]).
 //!
 //! A replica that serves a request and has never reported is *agentless*. Until it reports, it is not probed and does
-//! not count as in use; it is chosen by requests in flight (`balancer/agentless.rs`).
+//! not count as in use; it is chosen by its number of requests in flight (`balancer/agentless.rs`).
 //!
 //! Time alone does not change a placement: without samples, it stays as it is. Where Envoy does not vouch, a reply to a
 //! probe makes the replica that it names at most a *candidate*. The candidate gets one request, and becomes a member if
@@ -388,9 +388,10 @@ impl Members {
         self.observe(endpoint, probe, evidence, now)
     }
 
-    /// Replaces the members by `fleet`, each with its weight in units of 1/16 of the mean, and forgets all others. This
-    /// is for a proxy that provides its host set, and needs no samples. `fleet` must be sorted by endpoint and free of
-    /// duplicates. Returns the previous membership, or `None` if nothing changes and the blob need not be written.
+    /// Replaces the members with `fleet`, each with its weight in units of 1/16 of the mean, and forgets all others.
+    /// This is for a proxy that provides its host set, and needs no samples. `fleet` must be sorted by endpoint and
+    /// free of duplicates. Returns the previous membership, or `None` if nothing changes and the blob need not be
+    /// written.
     pub fn assign(&mut self, fleet: &[(Endpoint, u16)], now: Micros) -> Option<Self> {
         let stamp = now.stamp();
         let stale = |member: &Member| stamp.distance_ms(member.seen) >= MEMBER_TTL_MS / 2;
@@ -593,7 +594,7 @@ fn weight(hits: u16, mean: u32) -> u16 {
 
 impl Member {
     /// Whether the member has been silent for too long. Where the policy is `sampled`, time alone does not expire a
-    /// member in use, because with rare samples many members are silent for long.
+    /// member in use, because with rare samples many members are silent for a long time.
     fn is_expired(&self, now: Stamp, sampled: bool) -> bool {
         let ttl = if self.rank == CANDIDATE { CANDIDATE_TTL_MS } else { MEMBER_TTL_MS };
         !(sampled && self.rank == IN_USE) && now.distance_ms(self.seen) >= ttl

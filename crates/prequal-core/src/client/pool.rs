@@ -12,8 +12,8 @@
 //!   choice, and the caller's own policy serves the request.
 //! - **Unknown latency**: with hot and cold, an idle replica that reports no latency ranks first. Picking it raises its
 //!   RIF in the pool, so it gets one request; then, as a *busy* unknown, it ranks last until it has answered. This
-//!   brings traffic back to a recovered replica (`docs/design/adr/0002-unknown-latency.md`). With predicted latency, it
-//!   counts as typically fast, and gets one request at a time.
+//!   brings traffic back to a recovered replica (`docs/design/adr/0002-unknown-latency.md`). With predicted latency,
+//!   a replica of unknown latency counts as typically fast, and gets one request at a time.
 //! - **An entry leaves the pool** when it is older than `max_age_ms`, is used up ([`crate::client::pool::reuse`]), is
 //!   replaced by a newer report of the same replica, is the oldest when another replica's report needs room, or is
 //!   removed: `r_remove` per pick, the oldest and the worst alternately.

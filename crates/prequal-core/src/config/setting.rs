@@ -42,7 +42,7 @@ pub(super) enum Field {
     Hot(fn(&mut Settings) -> Option<&mut HotRule>),
 }
 
-/// One setting of a cluster: what reading and writing need of a key.
+/// One setting of a cluster: the parts of a key that are needed to read and write it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Setting {
     pub(super) name: &'static str,

@@ -9,16 +9,16 @@
 //! - Departures are a Poisson process of that rate: ℓ(k) = Σ D\[r\]·ln min(r, k) − N·ln E(k), with
 //!   E(k) = Σ min(r, k)·T\[r\].
 //! - A request that arrives as the `r`-th takes an exponential time of mean W·max(1, r / K):
-//!   ℓ₂(k) = −Σ n\[r\]·ln max(1, r/k) − N·ln(Σ S\[r\] / max(1, r/k) / N). Alone, the first likelihood finds knees that
-//!   do not exist where service times are constant, because departures then come together.
+//!   ℓ₂(k) = −Σ n\[r\]·ln max(1, r/k) − N·ln(Σ S\[r\] / max(1, r/k) / N). Where service times are constant,
+//!   departures come together, and the first likelihood alone would find knees that do not exist.
 //!
 //! The score of `k` is ℓ + α·ℓ₂ − ln k. K is the smallest `k` whose score is within 0.5 of the best: a higher knee needs
 //! evidence. W is E(K) / N. The last term of the score is a prior without a scale. If all requests arrive while the
 //! replica is saturated, the data say nothing about K, and without the prior, K would be the highest level by chance.
 //!
 //! Where many requests are in flight, the spread of the levels matters. If it is wide, the data suffice, and the prior
-//! is left out. If it is narrow, a knee must explain each response clearly better than none does: K is 1 if its score
-//! is within 0.5 + 0.005·N of the best.
+//! is left out. If it is narrow, a higher knee must explain each response clearly better than a knee of 1 does: K is
+//! 1 if the score of 1 is within 0.5 + 0.005·N of the best.
 //!
 //! α is 1 unless latencies vary far less than exponential ones (`Levels::steadiness`). With one slot and constant
 //! service times, a request that has just begun does not leave soon, so departures seem to say that two requests are
@@ -53,10 +53,10 @@ const STEADY_KNEE: u16 = 3;
 const MANY: f64 = 6.0;
 /// Squared coefficient of variation of these levels below which their spread is narrow, and how much more a knee must
 /// then explain per response. Clients that keep the RIF constant leave only small differences between the levels, and
-/// whether requests are served together decides those.
+/// these depend on whether requests are served together.
 const NARROW: f64 = 0.02;
 const CLEARLY: f64 = 0.005;
-/// Squared coefficient of variation that is assumed of one latency before any is known, as a multiple of its weight.
+/// Squared coefficient of variation that is assumed before any latency is known. It weighs as much as one new latency.
 const ASSUMED: f64 = 0.25;
 /// Number of departures below which the last fit is kept.
 const LEAST: f64 = 0.5;

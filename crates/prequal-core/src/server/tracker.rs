@@ -36,7 +36,7 @@ use crate::shared::time::{MAX_LATENCY_US, Micros};
 pub struct TrackerConfig {
     /// Age beyond which samples are forgotten. Default 15 s: a replica that no client picks is tried again that often.
     /// With a much shorter age, the estimate at a rarely reached RIF comes from lower RIFs, and is too low exactly when
-    /// it matters (in the simulator, at 1.74 times the allocated CPU, 5 s does as well as 15 s, but with 1 s queries
+    /// it matters (in the simulator, at 1.74 times the allocated CPU, 5 s does as well as 15 s, but at 1 s, queries
     /// time out).
     pub max_age_us: u64,
     /// A request that has waited for more than this many times the median latency raises the estimate. Default 3;

@@ -30,7 +30,7 @@ pub const HEADER: &str = "endpoint-load-metrics";
 pub const HEADER_BIN: &str = "endpoint-load-metrics-bin";
 /// Method of out-of-band reports.
 pub const METHOD: &str = "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics";
-/// Numbers of fields in the protobuf message.
+/// Field numbers in the protobuf message.
 const RPS_FRACTIONAL: u8 = 6;
 const EPS: u8 = 7;
 /// Names of the metrics that ORCA has no field for.

@@ -154,7 +154,8 @@ impl Drop for Permit {
     }
 }
 
-/// Reason why an attempt to open a connection failed. Every request that waits for a stream gets this error.
+/// Reason why an attempt to open a connection failed. If it is not a timeout and there is no other connection, every
+/// request that waits for a stream gets this error.
 #[derive(Clone, Copy, Eq, PartialEq)]
 enum Failure {
     Connect(io::ErrorKind),
@@ -200,8 +201,8 @@ impl Pool {
         }
     }
 
-    /// Returns whether the backend speaks only HTTP/1. Once that answer is old, asks again without making requests
-    /// wait.
+    /// Returns whether the backend speaks only HTTP/1, according to its last answer. Once that answer is old, also
+    /// tries HTTP/2 again, without making requests wait.
     fn http1_only(self: &Arc<Self>) -> bool {
         let mut http2 = self.http2();
         let Some(since) = http2.http1_only else { return false };
@@ -409,8 +410,9 @@ impl Pool {
 
 /// Time after which a backend that refused HTTP/2 is asked again, because it may have been replaced.
 const HTTP1_ONLY_MEMORY: Duration = Duration::from_secs(60);
-/// Minimum time that an attempt to connect may wait for its answer, even if its requests have given up. The backend may
-/// be starting, and later requests then find the connection open.
+/// Time for which an attempt to connect waits for the backend's first answer, even if its requests have given up. If
+/// `connect_timeout` is longer, it applies instead. The backend may be starting, and later requests then find the
+/// connection open.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
 /// Time without an answer after which another attempt is made.
 const HEDGE: Duration = Duration::from_millis(100);

@@ -483,7 +483,7 @@ async fn a_pooled_connection_closed_by_the_backend_fails_no_request() {
     for i in 1..=20 {
         assert_eq!(fetch(agent.addr, "/").await.0.status, StatusCode::OK);
         agent.at_rest([i, 0, 0, 0]).await;
-        // Give the close time to arrive: a request that races it may be lost.
+        // Wait until the close has arrived: a request sent at the same moment may be lost.
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
 }

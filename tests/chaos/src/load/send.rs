@@ -41,8 +41,8 @@ impl Clients {
             connector.set_nodelay(true);
             Client::builder(TokioExecutor::new())
                 .pool_timer(TokioTimer::new())
-                // As other clients do, resend a request on another connection if it was not sent because its own was
-                // closing.
+                // Like other clients: if a request was not sent because its connection was closing, send it on another
+                // one.
                 .retry_canceled_requests(true)
                 .http2_only(http2)
                 .build(connector)

@@ -21,7 +21,7 @@ fn capacities(addr: SocketAddr) -> Vec<(u64, u64)> {
     reported.map(|reported| (field(&reported, "base="), field(&reported, "knee="))).collect()
 }
 
-/// Asserts that both workers report about `ms` as base latency and as latency.
+/// Asserts that the base latency and the latency that both workers report are within `ms`.
 #[track_caller]
 fn assert_takes(addr: SocketAddr, ms: std::ops::RangeInclusive<u64>) {
     let us = ms.start() * 1000..=ms.end() * 1000;

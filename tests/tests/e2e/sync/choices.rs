@@ -102,7 +102,8 @@ fn in_fleets_smaller_than_d_every_replica_is_probed() -> Result<()> {
 fn an_ejected_replica_is_not_probed() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(4, &Reply::ok().delay(MS(2)))?;
-    // One reply is enough to decide, and an ejected replica would not send it.
+    // One reply ends the wait. If it came from an ejected replica, it would be dropped, and the pick would not be
+    // `sync`.
     let envoy = start(&fleet.addrs(), json!({"sync_d": 2, "sync_deadline_ms": 1000}))?;
     let client = envoy.client();
     fleet[0].backend.set(Reply::status(503));

@@ -13,7 +13,7 @@ use crate::shared::time::Micros;
 use crate::wire::report::LoadReport;
 
 impl<S: Store, C: Counters> Balancer<S, C> {
-    /// Replaces the membership by `fleet`: each replica, in any order, with its weight in units of 1/16 of the mean.
+    /// Replaces the membership with `fleet`: each replica, in any order, with its weight in units of 1/16 of the mean.
     /// This is for a proxy that provides its host set. Call it on one worker only, because the workers' host sets
     /// differ for a moment after a change. The other workers adopt the result at their next tick.
     pub fn set_fleet<G: Rng>(&mut self, now: Micros, fleet: &mut Vec<(Endpoint, u16)>, rng: &mut G) {

@@ -9,8 +9,8 @@ use crate::shared::time::Micros;
 const MAX_NOTES: usize = 256;
 /// Notes are shared once their number reaches the number of members divided by this. In a small fleet, notes are
 /// therefore shared at once. Sharing takes time in proportion to the number of members, so the time per note is the
-/// same in a fleet of any size: that of this many members. In any fleet, the samples that other workers do not know yet
-/// are far fewer than a round.
+/// same in a fleet of any size: the time that sharing takes for this many members. In any fleet, the samples that other
+/// workers do not know yet are far fewer than a round.
 const PART: usize = 4;
 
 /// A worker's observation about the membership.

@@ -42,12 +42,12 @@ const OVERDUE_MS: u32 = 8000;
 /// After a trial, a replica that reports at most this fraction of its earlier base latency gets another trial.
 const PROMISING: f64 = 0.8;
 /// Reports younger than this limit count as equally fresh, milliseconds. [`FRESH_COSTS`] may raise the limit. Older
-/// reports are grouped: up to twice the limit, up to four times, and so on. Within milliseconds it is only chance which
-/// replica reported last. If that decided, requests would follow each other to the same replica.
+/// reports are grouped: up to twice the limit, up to four times, and so on. Among reports that are only milliseconds
+/// apart, the order is chance. If that decided, requests would follow each other to the same replica.
 const FRESH_MS: u32 = 32;
-/// The same limit as a multiple of the lowest cost, rounded down to a power of two of milliseconds. While the requests
-/// that a report counts may still be there, its age says nothing; turns, which keep requests evenly spaced, then do
-/// better.
+/// The same limit as a multiple of the lowest cost. In milliseconds, it is rounded down to a power of two. While the
+/// requests that a report counts may still be there, its age says nothing; turns, which keep requests evenly spaced,
+/// then do better.
 const FRESH_COSTS: f32 = 2.0;
 /// A base latency counts as at least the pool's median base latency divided by this. No fleet needs finer distinctions.
 /// A replica that reports almost no latency then gets a few requests more than the others, but not all of them.

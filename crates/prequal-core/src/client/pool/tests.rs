@@ -1009,7 +1009,7 @@ fn in_a_congested_pool_a_high_knee_attracts_no_requests() {
         })
     };
     assert!(picks(20)[0] <= 2, "{:?}", picks(20));
-    // Only the one replica is far from its knee.
+    // Only one of two replicas is congested, so the knees count. The other is far below its knee.
     let capacity = |base_us, knee| Some(Capacity { base_us, knee, open: false });
     let idle = shares::<2>(&mut Scene::new(plain()), 1000, |n| {
         let (capacity, rif) = if n == 0 { (capacity(60_000, 24), 3) } else { (capacity(20_000, 1), 9) };
@@ -1351,8 +1351,8 @@ fn a_lying_replica_changes_only_its_own_share() {
 
 #[test]
 fn a_replica_that_is_much_faster_than_most_is_used_as_it_reports() {
-    // The others take 31 times as long. The fast one is the best until it has sqrt(31) times as many in flight as its
-    // knee.
+    // The others take 31 times as long. At the fast one, the 20th request in flight would cost (20 / 4)² = 25 times the
+    // base latency. The others then count as equal, because 31 is less than 1.35 · 25, and they are idle.
     let mut scene = Scene::new(plain());
     (1..10).for_each(|n| scene.capable(0, n, 0, 31, 4));
     scene.capable(0, 0, 0, 1, 4);
