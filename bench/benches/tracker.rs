@@ -84,7 +84,8 @@ fn capacity(c: &mut Criterion) {
     for levels in [16, 32, 64, 512] {
         let (mut seen, now) = seen(levels);
         c.bench_function(&format!("capacity: fit over {levels} levels"), |b| {
-            // Alternate, because observations fade as time advances.
+            // Alternate between two times, so that every call renews the fit. If time only advanced, the observations
+            // would fade.
             let mut later = false;
             b.iter(|| {
                 later = !later;

@@ -1,10 +1,10 @@
 //! `cost`: CPU time per request of the filter, step by step in both roles; CPU time of unused clusters; and CPU time
 //! per request of the agent, compared with other proxies.
 //!
-//! Every process under measurement has one worker, bound to the first core; the generator and the replicas use the
-//! other cores. Replicas answer at once, so that nothing hides the cost, and report their own load, so that no agent is
-//! needed behind Envoy. Variants run in short interleaved rounds. Compare only medians and ratios of the same call: the
-//! machine's speed drifts.
+//! In the parts that measure CPU time per request, every process under measurement has one worker, bound to the first
+//! core; the generator and the replicas use the other cores. Replicas answer at once, so that nothing hides the cost,
+//! and report their own load, so that no agent is needed behind Envoy. Variants run in short interleaved rounds.
+//! Compare only medians and ratios of the same call: the machine's speed drifts.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;

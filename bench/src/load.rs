@@ -60,8 +60,8 @@ impl Arrivals {
     }
 }
 
-/// Keys of requests from 1 to `count`, distributed by Zipf's law: the k-th has a probability proportional to
-/// k^-exponent.
+/// The keys of requests, which are the numbers from 1 to `count`. They follow Zipf's law: the probability of key k is
+/// proportional to k^-exponent.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Keys {
     pub(crate) count: u32,

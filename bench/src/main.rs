@@ -1,4 +1,5 @@
-//! Benchmarks through a real Envoy: the demo, the end-to-end scenarios and the cost of the filter.
+//! Benchmarks, nearly all of them through a real Envoy: the demo, the end-to-end scenarios, costs, and others. The
+//! simulator, which needs no Envoy, is also part of this program.
 //!
 //! `cargo xtask demo` and `cargo xtask bench` set up this program's environment and run it. `benches/` measures the
 //! cost of the rules without Envoy.

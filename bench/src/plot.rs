@@ -118,7 +118,7 @@ fn draw(area: &DrawingArea<SVGBackend<'_>, Shift>, panel: &Panel) -> Result<(), 
         .configure_mesh()
         .light_line_style(TRANSPARENT)
         .bold_line_style(BLACK.mix(0.12))
-        .x_desc("requests answered within (share of all, tail spread out)")
+        .x_desc("share of requests answered (tail stretched)")
         .y_desc("latency from the due time, ms")
         .label_style((FONT, 14))
         .axis_desc_style((FONT, 15))

@@ -162,7 +162,7 @@ fn judge_requests(tally: &Tally) -> bool {
         .collect();
     println!("{}", table::render(&["requests", "as expected", "otherwise"], &rows));
     let bad: u64 = RequestKind::ALL.into_iter().map(|kind| count(kind, 1)).sum();
-    print_verdict(bad == 0, &format!("{bad} requests ended differently than expected (0)"))
+    print_verdict(bad == 0, &format!("{bad} requests ended differently than expected (expected: 0)"))
 }
 
 fn judge_memory(samples: &[(String, Samples)]) -> bool {
@@ -310,10 +310,12 @@ fn judge_connections(bed: Bed, at_once: usize) -> Result<bool> {
     let most = backends.len() * (at_once + HTTP2_CONNECTIONS);
     let mut reached = print_verdict(
         open == 0,
-        &format!("{open} connections to the agents are left after Envoy has gone (0)"),
+        &format!("{open} connections to the agents are left after Envoy has gone (expected: 0)"),
     );
-    reached &=
-        print_verdict(counted == 0, &format!("the agents count {counted} open connections and tunnels (0)"));
+    reached &= print_verdict(
+        counted == 0,
+        &format!("the agents count {counted} open connections and tunnels (expected: 0)"),
+    );
     reached &= print_verdict(
         kept <= most,
         &format!("the agents keep {kept} connections to the backends (≤ {most})"),

@@ -144,8 +144,8 @@ pub(crate) async fn run(args: &Replay) -> Result<ExitCode> {
 fn describe() -> String {
     let real = EngineSpec::LLAMA2_70B;
     format!(
-        "{REPLICAS} replicas, everything {FAST_FORWARD} times as fast as: iteration {:.0} ms + {:.2} ms per sequence, prefill {:.2} ms \
-         per token, KV cache {} tokens, {:.0} % of a cached context shared.\n\
+        "{REPLICAS} replicas; everything runs {FAST_FORWARD} times as fast as this: iteration {:.0} ms + {:.2} ms per \
+         sequence, prefill {:.2} ms per token, KV cache {} tokens, {:.0} % of a cached context shared.\n\
          {} sessions drawn by Zipf's law (exponent {}): the trace has none. Good: first token within {} ms, {} ms per token.\n",
         real.step_us / 1e3,
         real.sequence_us / 1e3,

@@ -37,7 +37,7 @@ pub(crate) struct Args {
     /// Address for orders that switch faults on
     #[arg(long, default_value_t = SocketAddr::from(([0, 0, 0, 0], ADMIN_PORT)))]
     admin: SocketAddr,
-    /// Minimum wait of every request, ms; an exponential time with half of it as its mean is added
+    /// Minimum wait of every request, ms; an exponentially distributed time with half of this as its mean is added
     #[arg(long, default_value_t = 14, value_parser = clap::value_parser!(u64).range(0..=10_000))]
     wait_ms: u64,
     /// Steps of computation in every request; a step takes about a nanosecond on an idle core

@@ -206,9 +206,9 @@ func (l *Load) Ended(outcome Outcome) uint64 {
 	return l.ended[outcome].Load()
 }
 
-// ReportsOnResponses returns whether responses carry x-prequal-load. It is for interceptors.
+// ReportsOnResponses returns whether responses carry x-prequal-load. Interceptors call this method.
 func (l *Load) ReportsOnResponses() bool { return !l.config.ProbeOnly }
 
-// ReportsORCA returns whether responses carry load in ORCA format. On gRPC responses, the format is binary. It is for
-// interceptors.
+// ReportsORCA returns whether responses carry load in ORCA format. On gRPC responses, the format is binary.
+// Interceptors call this method.
 func (l *Load) ReportsORCA() bool { return l.config.ORCA != ORCANone }

@@ -275,8 +275,8 @@ fn has_target(target: &str) -> bool {
 /// and a call for every request has a cost (`docs/results/performance.md`).
 const IDLE_CALLBACKS: [&str; 2] = ["proxy_on_done", "proxy_on_log"];
 
-/// Sets target and flags so that the build contains no path of this machine: panics name their source file, and those
-/// of dependencies are in the user's cargo folder.
+/// Sets target and flags so that the build contains no path of this machine. Otherwise it would: panics name their
+/// source file, and the source files of dependencies are in the user's cargo folder.
 fn reproducible(command: &mut Command, target: &str, flags: &[&str]) -> Result<()> {
     let home = std::env::var_os("CARGO_HOME")
         .map(PathBuf::from)

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 /// Time from the beginning of a slice to that of the next one.
 pub(super) const SLICE: Duration = Duration::from_millis(10);
-/// Maximum delay that a piece of work may make up for by exceeding its speed. Some is needed, because the kernel grants
-/// CPU time per period, not continuously.
+/// Maximum delay that a piece of work may make up for by exceeding its speed. Without this, the work would take too
+/// long, because the kernel grants CPU time per period, not continuously.
 const CATCH_UP: Duration = SLICE.saturating_mul(2);
 
 /// CPU time that this thread has used so far.

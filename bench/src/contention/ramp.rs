@@ -60,7 +60,7 @@ impl Ramp {
         Course::of_all(REPLICAS, self.length(), pass)
     }
 
-    /// Runs one policy; in a pass, all of them get the same arrivals and antagonists.
+    /// Runs one policy. All policies of a pass get the same arrivals and antagonists.
     pub(super) async fn run(&self, policy: Policy, pass: u64) -> Result<Vec<Step>> {
         let courses = self.courses(pass);
         let mut deployment =

@@ -12,7 +12,7 @@ use crate::scenario::{Goal, Load, Scenario};
 const REPLICAS: usize = 8;
 /// The fleet can serve this rate even without any cache hit: 8 × 4 / 0.1 s = 320.
 const PER_SECOND: u32 = 300;
-/// Probes every replica, with a hint that shows whether it knows the key.
+/// Probes every replica, and sends the key as the hint. A replica that has the key cached then reports less load.
 const ALL: Arm = Arm::Hinted(8);
 /// Number of keys that a replica caches: the most recently used.
 const ENTRIES: usize = 200;

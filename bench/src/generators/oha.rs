@@ -2,8 +2,8 @@
 //!
 //! A queue releases requests at the rate, and any idle connection takes the next one. If all are busy, requests wait in
 //! the queue; with `--latency-correction` latency is measured from the instant at which a request entered it, so
-//! nothing is omitted. There are as many connections as requests per second, so that none waits unless a second of
-//! requests is in flight. The queue's timer has a resolution of a millisecond.
+//! nothing is omitted. There are as many connections as requests per second, so that none waits unless the requests of
+//! a whole second are in flight. The queue's timer has a resolution of a millisecond.
 
 use std::process::Command;
 use std::time::Duration;

@@ -14,8 +14,8 @@ pub(super) fn command(setup: &Setup, balance: &str) -> Result<Command> {
         .collect();
     // `idle-pool.shared off`: as with Envoy, each thread has connections of its own. Two threads that take over each
     // other's connections use two to three times the CPU time.
-    // `http-reuse always`: as with Envoy, the first request of a client's connection may use an open connection too. By
-    // default, half of the idle connections would be closed every 5 s.
+    // `http-reuse always`: as with Envoy, the first request of a client's connection may use an open connection too.
+    // `pool-purge-delay 1h`: by default, half of the idle connections would be closed every 5 s.
     let config = format!(
         "global\n  nbthread {}\n  maxconn {MOST_CONNECTIONS}\n  tune.idle-pool.shared off\n\
          defaults\n  mode http\n  timeout connect 5s\n  timeout client 1h\n  timeout server {REPLY_LIMIT_S}s\n  retries 0\n  \

@@ -16,8 +16,8 @@ pub(super) fn command(setup: &Setup, policy: &str) -> Result<Command> {
     // detection.
     let servers: String =
         setup.replicas.iter().map(|replica| format!("server {replica} max_fails=0;\n")).collect();
-    // Each worker takes up to two connections per request. `reuseport` spreads the clients evenly over the workers, as
-    // Envoy does by default.
+    // `worker_connections` counts a client's connection and that to the replica, hence the factor of two below.
+    // `reuseport` spreads the clients evenly over the workers, as Envoy does by default.
     let config = format!(
         "daemon off;\nworker_processes {workers};\npid {pid};\nevents {{ worker_connections {connections}; }}\n\
          http {{\naccess_log off;\n{temporary}keepalive_requests 1000000000;\nkeepalive_timeout 1h;\n\

@@ -21,7 +21,7 @@ use super::server::Nanos;
 
 /// Round trip through both hosts' stacks without queueing, nanoseconds. Chosen to match the paper's row with even
 /// weights: 470 repaths/s, 99.9 % of them from idle, and a 1 MB request takes 5.3 times as long as one of 16 kB (here:
-/// 540, 99 % and 12 times). With the fabric's 20 µs alone, the results are 2000 repaths/s, 94 % and 20 times.
+/// 530, 99 % and 12 times). With the fabric's 20 µs alone, the results are 2000 repaths/s, 94 % and 20 times.
 const BASE: Nanos = 100_000;
 /// Packets in one TSO frame, and bytes in a packet.
 const TSO: u32 = 16;
@@ -499,9 +499,9 @@ const TEXT: &str = "Two switches of 4 × 40 Gbit/s uplinks, 1440 connections wit
     1 and 2 and their difference in table 3; both are shown. With weights of 1:100 only one repath in a hundred \
     finds a free link, and a connection that has found one stays there: `settling` is measured from 5 to 10 s \
     after the start, `settled` from 25 to 30 (with --quick from 2 to 4 and from 10 to 12). The paper does not \
-    state its run length; its 14 times the repaths and its LI of 3.5 are consistent only while the network \
-    settles. Figure 13 is scaled down in time: the link is down for 6 s, and the pause after a timeout is 0.5 \
-    to 1 s.";
+    state its run length; the paper's 14-fold repaths and its LI (load imbalance) of 3.5 are consistent only \
+    while the network settles. Figure 13 is scaled down in time: the link is down for 6 s, and the pause after \
+    a timeout is 0.5 to 1 s.";
 
 /// The paper's statements beside the results here.
 fn statements(median: &dyn Fn(&str, usize) -> f64) -> Vec<Statement> {

@@ -208,7 +208,7 @@ pub fn lint(host: &Host) -> Vec<Finding> {
             "ecn",
             Problem,
             format!("net.ipv4.tcp_ecn={}: connections from this host do not request ECN", host.tcp_ecn),
-            "set it to 1 (3 to 5, AccECN, showed no ECN against a peer at 2), or `plb route set PREFIX --ecn on`",
+            "set it to 1 (with 3 to 5, AccECN, a peer at 2 negotiated no ECN), or `plb route set PREFIX --ecn on`",
         );
     }
     if host.available.iter().any(|name| hooks(name)) && !host.unrestricted.iter().any(|name| hooks(name)) {

@@ -165,7 +165,7 @@ pub(crate) struct Metrics {
     ejections: [Counter; 3],
     returned: [Counter; 3],
     trials: Counter,
-    /// Records that the ejection table had no room for.
+    /// Number of records for which the ejection table had no room.
     overflow: Counter,
     blobs: BlobCounters,
     dropped_events: Counter,

@@ -3,7 +3,8 @@
 //! The common path makes one shared-data transaction and one header read. It hardly ever reads a property, because a
 //! report from the chosen replica shows that this replica answered. Properties are read only if no such report came, if
 //! the balancer has reason to doubt the report, or if the response did not end properly. If no report came, the filter
-//! checks at the response headers whether a retry rescued the request. Envoy does not know this earlier.
+//! checks whether a retry rescued the request. It does so when the response headers arrive, because Envoy does not know
+//! the answer earlier.
 
 use std::mem;
 use std::rc::Rc;

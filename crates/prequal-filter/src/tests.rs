@@ -171,7 +171,7 @@ fn invalid_replies_to_probes_are_counted_and_not_used() {
     assert_eq!(probes("used"), 0);
 }
 
-/// Makes Envoy send the request to the other replica, and returns that replica's name.
+/// Makes Envoy send the request to a replica other than `chosen`, and returns that replica's name.
 fn served_by_other(stream: &Stream, chosen: &str) -> &'static str {
     let other = if chosen == "10.0.0.1:80" { "10.0.0.2:80" } else { "10.0.0.1:80" };
     stream.property("upstream.address", other);

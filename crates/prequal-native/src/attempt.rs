@@ -212,7 +212,7 @@ pub(crate) struct Endings {
     waiting: Option<Attempt>,
 }
 
-/// Maximum number of entries without a filter. There are more only if the cluster's attempts have no filter of this
+/// Maximum number of entries without a filter. It is reached only if the cluster's attempts have no filter of this
 /// module.
 const MAX_LOGGED: usize = 1024;
 /// Age above which a log entry belongs to no filter, microseconds. Envoy writes the entry and destroys the filter in

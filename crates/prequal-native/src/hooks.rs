@@ -371,7 +371,7 @@ extern "C" fn envoy_dynamic_module_on_access_logger_log(log: Ptr, _logger: Ptr, 
 
 // ---- hooks: the bootstrap extension ----
 
-/// Envoy's side of the extension, kept for the hooks that do not pass it.
+/// This module's object for the extension. It keeps Envoy's timer, which the hooks do not pass.
 struct Extension {
     timer: Ptr,
 }

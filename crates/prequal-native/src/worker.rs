@@ -21,9 +21,9 @@ use crate::store::Shared;
 /// next pick after the period; the main thread has a timer.
 pub(crate) const TICK_US: u64 = 250_000;
 
-/// Time after a transaction during which a busy worker does not apply what responses have shown, microseconds: the next
-/// pick is likely to do so. Later, or if the worker is not busy, it applies that at once. A worker is busy if its last
-/// pick came within this time after the transaction before it.
+/// Time after a transaction, microseconds. During this time, a busy worker does not apply what a response has shown,
+/// because the next pick is likely to do so. A response that comes later is applied at once, and so is any response if
+/// the worker is not busy. A worker is busy if its last pick came within this time after the transaction before it.
 const SOON_US: u64 = 10_000;
 
 /// What the threads share about one upstream cluster. It outlives configurations: after an update, the same pool

@@ -98,13 +98,18 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
     }
     if let Some(Capacity { base_us, knee, open }) = load.capacity() {
         let name = "prequal_agent_base_latency_seconds";
-        head(out, name, "gauge", "How long a request takes while none waits; absent until one was served.")?;
+        head(
+            out,
+            name,
+            "gauge",
+            "How long a request takes while none waits; absent until one has been served.",
+        )?;
         writeln!(out, "{name} {}", seconds(base_us.into()))?;
         head(
             out,
             "prequal_agent_knee",
             "gauge",
-            "Requests in flight beyond which further requests only wait; absent until one was served.",
+            "Requests in flight beyond which further requests only wait; absent until one has been served.",
         )?;
         writeln!(out, "prequal_agent_knee {knee}")?;
         let name = "prequal_agent_knee_open";
@@ -122,7 +127,7 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
         out,
         "prequal_agent_up_seconds",
         "gauge",
-        "Seconds since the backend became reachable, or became so again; 0 while it is not.",
+        "Seconds since the backend last became reachable; 0 while it is not.",
     )?;
     writeln!(out, "prequal_agent_up_seconds {}", load.up_s())?;
     head(

@@ -193,7 +193,7 @@ pub struct Cli {
           value_parser = clap::value_parser!(u64).range(1..=600_000))]
     header_timeout_ms: u64,
 
-    /// Close connections that have nothing in flight for about this long, 1000 to 86400000
+    /// Close connections that have had nothing in flight for about this long, 1000 to 86400000
     #[arg(long, value_name = "MS", default_value_t = 3_600_000, env = "PROBE_AGENT_IDLE_TIMEOUT_MS",
           value_parser = clap::value_parser!(u64).range(1_000..=86_400_000))]
     idle_timeout_ms: u64,

@@ -115,12 +115,14 @@ impl Load {
         self.replica().up_s(now)
     }
 
-    /// Marks the backend as not reached yet: reports say `up=0` until [`Load::mark_up`].
+    /// Marks the backend as not reached yet: reports say `up=0` until a connection or a check succeeds. After a failed
+    /// check, only a successful check ends this.
     pub(crate) fn mark_unseen(&self) {
         self.replica().set_up(None);
     }
 
-    /// Marks the backend as down: reports say `up=0`, and that everything fails, until [`Load::mark_up`].
+    /// Marks the backend as down: reports say `up=0`, and that everything fails, until a connection ([`Load::mark_up`])
+    /// or a check succeeds. After a failed check, only a successful check ends this.
     pub fn mark_down(&self) {
         self.replica().set_up(None);
         self.change(|backend| if backend == Backend::Ready { Backend::Refuses } else { backend });

@@ -20,7 +20,7 @@ fn write(out: &mut String, state: &State) -> std::fmt::Result {
         }
     }
     let name = "prequal_demo_latency_seconds";
-    head(out, name, "gauge", "Quantiles of the last 5 s; a failed request counts as 2 s.")?;
+    head(out, name, "gauge", "Quantiles of the last 5 s; a failed request counts as at least 2 s.")?;
     for (side_name, side) in SIDES.iter().zip(&state.sides) {
         let Some(window) = side.windows.back() else { continue };
         for (quantile, key) in [("0.5", "p50_ms"), ("0.99", "p99_ms"), ("0.999", "p999_ms")] {

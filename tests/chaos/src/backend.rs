@@ -2,7 +2,7 @@
 //! a line on standard input ([`Mode`]). It counts the requests that it broke on purpose, so that they are attributed to
 //! the fault.
 //!
-//! It ends when its standard input is closed, and so with its parent.
+//! It ends when its standard input is closed, and therefore also when its parent ends.
 
 use std::convert::Infallible;
 use std::io::BufRead as _;

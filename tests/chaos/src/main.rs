@@ -61,14 +61,14 @@ enum Command {
 
 #[derive(clap::Args)]
 struct Args {
-    /// Run only these faults; `all` for each [default: all]
+    /// Run only these faults; `all` runs every fault [default: all]
     faults: Vec<String>,
 
     /// List all faults and exit
     #[arg(long)]
     list: bool,
 
-    /// Do not wait until replicas have their traffic back; without names, run only a few faults, as in CI
+    /// Do not wait until replicas have their traffic back. If no faults are named, run only a few, as in CI
     #[arg(long)]
     short: bool,
 

@@ -34,7 +34,7 @@ pub(crate) fn misses(outcome: &Outcome, goal: Goal, waits_for_traffic: bool) -> 
     misses
 }
 
-/// The allowed cost of two faults at once is the sum of both.
+/// The allowed cost of two faults at once: the sum of their errors, and the longer of their recovery times.
 pub(crate) fn sum(goals: &[Goal]) -> Goal {
     Goal {
         errors: goals.iter().map(|goal| goal.errors).sum(),

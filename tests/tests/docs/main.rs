@@ -182,7 +182,7 @@ fn is_of_kubernetes(shown: &Value) -> Result<()> {
     replaces_static_clusters(shown)
 }
 
-/// Checks that Envoy accepts this part of a cluster with EDS in place of the shipped cluster's.
+/// Checks that Envoy accepts the shipped clusters if this part of a cluster, which uses EDS, replaces their endpoints.
 fn replaces_static_clusters(shown: &Value) -> Result<()> {
     let shipped = fs::read_to_string(workspace_root().join("envoy-configs/static/envoy.yaml"))?;
     let mut config: Value = yaml_serde::from_str(&shipped)?;

@@ -40,7 +40,7 @@ impl<'a> Group<'a> {
         Self { priority: 0, zone, zone_weight, hosts }
     }
 
-    /// The group with the next of the addresses, as Envoy's `LocalityLbEndpoints`.
+    /// The group with the next addresses of `addrs`, as Envoy's `LocalityLbEndpoints`.
     fn endpoints(&self, addrs: &mut impl Iterator<Item = SocketAddr>) -> Value {
         let host = |((health, weight), addr): (&(&str, u32), SocketAddr)| endpoint(addr, *weight, health);
         let hosts: Vec<Value> = self.hosts.iter().zip(addrs).map(host).collect();

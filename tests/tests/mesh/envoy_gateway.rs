@@ -360,7 +360,7 @@ fn backend_utilization_spares_the_replica_that_agents_report_as_slow() -> Result
         Ok((variant, pods, envoy))
     });
     let runs = runs.into_iter().collect::<Result<Vec<_>>>()?;
-    // A quarter would be the slow replica's fair share. Weights count ten seconds after the first report.
+    // A quarter would be the slow replica's fair share. Weights take effect ten seconds after the first report.
     std::thread::scope(|scope| {
         for (variant, pods, envoy) in &runs {
             scope.spawn(move || {

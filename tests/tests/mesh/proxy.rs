@@ -355,7 +355,7 @@ fn endpoints(addrs: &[SocketAddr]) -> Vec<Value> {
     addrs.iter().map(lb_endpoint).collect()
 }
 
-/// A cluster without a DestinationRule that uses `protocol`.
+/// A cluster that uses `protocol` and has no DestinationRule.
 fn cluster(name: &str, addrs: &[SocketAddr], protocol: &Value) -> Value {
     let mut cluster = json!({
         "name": name,

@@ -30,7 +30,7 @@ pub(crate) struct Args {
 /// The pinned versions, oldest first. [`WITHOUT_V8`] is pinned too, but is not in this list.
 pub(crate) const VERSIONS: [&str; 5] = ["1.36.4", "1.37.0", "1.38.2", "1.39.3", "1.40.0"];
 
-/// A version that was released without V8: it runs the native module alone.
+/// A version that was released without V8: of the two modules, it runs only the native one.
 pub(crate) const WITHOUT_V8: &str = "1.38.3";
 
 /// The version for everything except the version matrix.

@@ -32,8 +32,8 @@ pub(super) fn sinkhole() -> Experiment {
         title: "one server of 100 fails its queries at once, or freezes",
         text: "0.75x load; one server fails all, half or 30 % of its queries immediately, or freezes, for 30 s and \
             then heals. Shares are relative to the fair share (1.0). Each of the 100 clients detects the failure by \
-            itself or from the server's reports, and tries the server again every 8 s at the latest: those trials \
-            alone are a share of 0.2.",
+            itself or from the server's reports. Prequal (ours) then tries the server again after 1, 2, 4 and then \
+            every 8 s, at the earliest. One trial of every client in 8 s is a share of 0.23.",
         x_label: "",
         points: vec![
             point("fails all", Some(1.0)),
@@ -351,7 +351,8 @@ fn judge_sharing(cells: &Cells, most: f64) -> Vec<Verdict> {
 pub(super) fn budget(length: RunLength) -> Experiment {
     let rates = length.pick(&[1.0, 5.0, 20.0, 100.0, 500.0, 2000.0, 5000.0], &[0, 2, 4]);
     let points = rates.into_iter().map(|qps| {
-        // One Envoy of many: the servers are as busy as the testbed's, and this client's rate varies.
+        // One client, whose rate replaces the testbed's load. Even at the highest rate, the servers are not quite as
+        // busy as the testbed's.
         let mut scenario = SimScenario::testbed(100, 0.75, Spare::None);
         (scenario.clients, scenario.load) = (1, SimLoad::Poisson(qps));
         scenario.measured = if qps < 100.0 { 300.0 } else { 30.0 };

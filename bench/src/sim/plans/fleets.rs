@@ -188,8 +188,9 @@ fn all() -> Vec<Point> {
     ]
 }
 
-/// Seconds from the change in which a server healed or joined until the server gets half of its fair share within a
-/// second. Infinite if it never does, NaN if the scenario does not have exactly one such server.
+/// Number of seconds from the change in which a server healed or joined until the first second in which the server gets
+/// half of its fair share. Infinite if there is no such second, NaN if the scenario does not have exactly one such
+/// server.
 fn seconds_to_share(scenario: &SimScenario, run: &RunRecord) -> f64 {
     let (since, server) = match scenario.changes[..] {
         [(_, SimChange::Work(slowed, _)), (healed_at, SimChange::Work(healed, _))] if slowed == healed => {
@@ -247,13 +248,13 @@ pub(super) fn fleets(length: RunLength) -> Experiment {
             ms and one in ten of 100 to 300; `no queues` serves everything at once. There is one client unless \
             the label says otherwise. `learning` is ours as the filter runs it: no server is known at first, \
             and clients learn them from discovery probes. `CSWRR` is Envoy's client_side_weighted_round_robin \
-            on the agents' load reports, `fast` with its shortest periods. `24` has every number of slots with \
-            every speed, at 1400/s. `12 × 2 cores` is processor sharing with a median of 20 ms, 8 clients and \
-            400/s; `1 core` is the same with one core each. `with caches` has 3000 keys, of which each server \
-            remembers 300; a miss costs 10 times a hit. `to its share` is the number of seconds until a server \
-            gets half of its fair share: from the end of the 25 s in which it was slow, or from its start if it \
-            joins the others (`then 11`). `others`: another client sends as many queries again, by round robin. \
-            `TO` is beyond 30 s.",
+            on the agents' load reports; `CSWRR (fast)` has its shortest periods. In `24`, every number of \
+            slots occurs with every speed, at 1400/s. `12 × 2 cores` is processor sharing with a median of 20 \
+            ms, 8 clients and 400/s; `1 core` is the same with one core each. `with caches` has 3000 keys, of \
+            which each server remembers 300; a miss costs 10 times a hit. `to its share` is the number of \
+            seconds until a server gets half of its fair share: from the end of the 25 s in which it was slow, \
+            or from its start if it joins the others (`then 11`). `others`: another client sends as many \
+            queries again, by round robin. `TO` is beyond 30 s.",
         x_label: "",
         points,
         metrics: standard_and(&[

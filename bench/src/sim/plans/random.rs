@@ -1,7 +1,7 @@
 //! Fleets drawn at random: how often, and by how much, is Prequal worse than the best of Envoy's own policies?
 //!
-//! `random` has the fleets that the rule has been changed for. `heldout` has the next ones, with which later versions
-//! of the rule were compared. `unseen` has the ones after those, with which no change of the rule was made or judged.
+//! `random` has the fleets that the rule has been changed for. `heldout` has the next ones, which served to compare
+//! later versions of the rule. `unseen` has the ones after those, with which no change of the rule was made or judged.
 //! Faults other than a slow server are left out; `finagle`, `sinkhole` and `churn` have them.
 
 use rand::rngs::SmallRng;
@@ -132,8 +132,8 @@ pub(super) fn random(length: RunLength) -> Experiment {
             or without a limit; one of five distributions of work; 2 to 200 ms; 20 to 90 % load; 1 to 16 clients. In half \
             of the fleets 10 to 50 % of the servers are 1.3 to 10 times slower than the others, and in one of six fleets \
             one server is 2 to 20 times slower for 15 s. The labels have the form of those in `fleets`; `cl.` means \
-            clients. For each fleet and quantile, the figure is divided by that of whichever of Envoy's policies is best \
-            at it: random, round robin, least request (full scan and two choices), and client-side WRR with default and \
+            clients. For each fleet and quantile, the figure is divided by the best figure of Envoy's policies, which \
+            are random, round robin, least request (full scan and two choices), and client-side WRR with default and \
             with fast settings. The plot shows how this ratio is distributed over the fleets.",
     )
 }
@@ -145,7 +145,7 @@ pub(super) fn heldout(length: RunLength) -> Experiment {
         "heldout",
         "more fleets drawn at random, run only after the rule was changed",
         "The next 120 fleets of the generator of `random`. They were run for the first time after the last change \
-            that `random` had led to. Later versions of the rule were compared with these fleets too.",
+            that `random` had led to. These fleets have since been used to compare later versions of the rule.",
     )
 }
 
@@ -155,8 +155,9 @@ pub(super) fn unseen(length: RunLength) -> Experiment {
         length,
         "unseen",
         "yet more fleets drawn at random, which played no part in any choice",
-        "The 120 fleets after those of `heldout`. No change of the rule was made or judged with them. One was made \
-            since they were first run: probes while all known servers are saturated.",
+        "The 120 fleets after those of `heldout`. No change of the rule was made or judged with them. Two changes \
+            have been made since they were first run: probes while all known servers are saturated, and counting \
+            similar servers as equal in the first two seconds after a cold start.",
     )
 }
 

@@ -100,7 +100,7 @@ pub(crate) enum Command {
     /// cannot be read. In whatever way this command ends, no program is left and the connections have their own labels
     /// again.
     Run(RunArgs),
-    /// Companion of `run --way sockopt`: restores the labels that it leaves switched
+    /// Companion of `run --way sockopt`: restores labels if that command ends without doing so
     #[command(hide = true)]
     Restore,
     /// Show a live table of repaths, timeouts and marks, for this namespace and for each connection
@@ -269,7 +269,7 @@ pub(crate) struct LeaseArgs {
     #[arg(long)]
     pub(crate) fresh: bool,
 
-    /// Seconds after the last use during which no other socket gets the label; long times need CAP_NET_ADMIN
+    /// Seconds for which the kernel keeps the lease after its last use; long times need CAP_NET_ADMIN
     #[arg(long, value_name = "SECONDS", default_value_t = 0)]
     pub(crate) linger: u16,
 
@@ -421,7 +421,7 @@ pub(crate) enum RouteCommand {
 
 #[derive(Debug, Args)]
 pub(crate) struct RouteSetArgs {
-    /// Route: `default`, PREFIX/LENGTH as listed by `plb route`, or an address (the route that its packets take)
+    /// Route: `default`, PREFIX/LENGTH as listed by `plb route`, or an address (the route that packets to it take)
     #[arg(value_name = "PREFIX")]
     pub(crate) prefix: Prefix,
 

@@ -99,6 +99,6 @@ impl Balanced<'_> {
 
     /// Describes what was not found.
     pub(super) fn found(&self) -> String {
-        format!("none loads {}, as the policy of cluster `{}` does", self.module, self.name)
+        format!("none loads {}, the module that the policy of cluster `{}` loads", self.module, self.name)
     }
 }

@@ -1,5 +1,5 @@
-//! Istio's manifests: the source of the module of a WasmPlugin or a TrafficExtension, and the effect if it cannot be
-//! fetched.
+//! Istio's manifests: the source of the module of a WasmPlugin or a TrafficExtension, the effect if it cannot be
+//! fetched, and the module's settings.
 //!
 //! `docs/guide/istio.md` ("How safe the module's source is") gives the reasons. Everything else is checked on a
 //! config_dump.

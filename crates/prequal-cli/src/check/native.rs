@@ -86,7 +86,8 @@ fn check_manager(
     leading: &[&Balanced<'_>],
     findings: &mut Findings,
 ) {
-    // The module reads and removes reports behind all of these filters, so any of them may be the strip.
+    // The module reads and removes reports upstream of all these filters, so each of them may be the one that removes
+    // Prequal's headers.
     filters::check_strip(filters, &format!("{}.http_filters", manager.path), false, findings);
     filters::check_paths(manager, findings);
     let named = Named {

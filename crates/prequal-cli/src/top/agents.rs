@@ -12,9 +12,9 @@ use super::scrape::Admin;
 pub(super) struct Agent {
     /// Requests in flight.
     pub(super) rif: f64,
-    /// Latency of a request when none waits, milliseconds; `None` until one was served.
+    /// Latency of a request while no request waits, milliseconds; `None` until the replica has served one.
     pub(super) base_ms: Option<f64>,
-    /// Number of requests in flight beyond which further ones only wait; `None` until one was served.
+    /// Number of requests in flight beyond which further ones only wait; `None` until the replica has served a request.
     pub(super) knee: Option<f64>,
     /// Whether the replica has shown no saturation: the knee may be higher.
     pub(super) open: bool,

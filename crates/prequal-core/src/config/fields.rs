@@ -93,7 +93,7 @@ impl Fields<'_> {
                 let got = shorten(other);
                 self.fail(key, format!("must be a cluster name of 1 to {MAX_NAME} bytes, got {got}"));
             }
-            None => self.fail(key, "is missing: the name of a cluster in Envoy".into()),
+            None => self.fail(key, "is missing: it must be the name of a cluster in Envoy".into()),
         }
         None
     }

@@ -72,7 +72,10 @@ impl InboundConfig {
         let fixed = fields.endpoint();
         let port = fields.whole(const { whole("serving_port") });
         if object.contains_key("endpoint") && object.contains_key("serving_port") {
-            fields.fail("serving_port", "has no effect beside \"endpoint\", which names a port".into());
+            fields.fail(
+                "serving_port",
+                "has no effect together with \"endpoint\", which includes a port".into(),
+            );
         }
         let report = fields.choice("report", REPORTS);
         let orca = fields.orca();
@@ -196,7 +199,7 @@ mod tests {
             (r#""serving_port":0"#, "serving_port", "from 1 to 65535"),
             (r#""serving_port":65536"#, "serving_port", "from 1 to 65535"),
             (r#""serving_port":"80""#, "serving_port", "from 1 to 65535"),
-            (r#""serving_port":80,"endpoint":"10.0.0.1:80""#, "serving_port", "no effect beside"),
+            (r#""serving_port":80,"endpoint":"10.0.0.1:80""#, "serving_port", "no effect together with"),
             (r#""report":"never""#, "report", "\"probe_only\""),
             (r#""orca":"proto""#, "orca", "\"binary\""),
             (r#""orca":"text","orca_limit":0"#, "orca_limit", "from 1 to 1000000"),

@@ -287,9 +287,9 @@ pub const KEYS: &[Key] = &[
     advanced("discovery_interval_ms", "ms", Whole(10, 60_000))
         .at(U32(|s| Some(&mut s.pool.discovery_interval_ms)))
         .means(
-            "interval between discovery probes. They name no replica: the probe cluster's policy chooses it, and so the filter \
-             finds new replicas. The interval is shorter above 20 replicas and while replicas come into use. It is longer \
-             where requests are so few that `max_probes_per_query` does not allow as many probes",
+            "interval between discovery probes. They name no replica; the probe cluster's policy chooses one, which is \
+             how the filter finds new replicas. The interval is shorter above 20 replicas and while replicas come into \
+             use. It is longer where requests are so few that `max_probes_per_query` does not allow as many probes",
         ),
     advanced("idle_probe_interval_ms", "ms", Whole(0, 3_600_000))
         .at(U32(|s| Some(&mut s.probe.idle_interval_ms)))

@@ -16,7 +16,7 @@ pub enum Profile {
     Paper,
     /// For fleets of at most 16 replicas: fewer probes.
     Small,
-    /// For requests that take seconds, on replicas with a cache: synchronous with a hint, longer ages.
+    /// For requests that take seconds, on replicas with a cache: synchronous with a hint, higher age limits.
     Inference,
 }
 

@@ -30,7 +30,7 @@ thread_local! {
 
 /// The state of this VM.
 pub(crate) struct Vm {
-    /// End of the gauges' names, which depends on this VM's namespace of shared data, so that each namespace has its
+    /// Suffix of the gauges' names. It depends on this VM's namespace of shared data, so that each namespace has its
     /// own gauges.
     pub(super) namespace: String,
     claim: Cell<Option<Claim>>,

@@ -106,11 +106,12 @@ const RECOVERED: u64 = 10;
 /// Goal for p99, as a multiple of the calm p99.
 const TAIL: f64 = 1.5;
 
-/// If the load generator's own p99 lateness in a window exceeds this, ms, the window measures the machine, not the
-/// fleet.
+/// Milliseconds. If the load generator's own p99 lateness in a window exceeds this, the window measures the machine,
+/// not the fleet.
 const BUSY_MS: f64 = 5.0;
 
-/// If the machine delays the load generator for this long, ms, it also delays the services beyond Envoy's timeout.
+/// Milliseconds. If the machine delays the load generator for this long, it also delays the services beyond Envoy's
+/// timeout.
 const STALL_MS: f64 = 500.0;
 
 /// Number of attempts to find fifteen calm seconds.
@@ -217,7 +218,7 @@ struct Calm {
     baseline_p99: f64,
 }
 
-/// The window of one side that ends with the second `second`.
+/// A window of one side. It ends at the end of the second that `second` numbers.
 #[derive(Clone, Copy, Debug)]
 struct Window {
     second: u64,

@@ -36,7 +36,7 @@ struct host {
   unsigned in_flight;
 };
 
-// An attempt. Envoy's side of its filter is the attempt too.
+// An attempt. Its address also serves as the pointer to Envoy's filter object, which the module passes back in calls.
 struct attempt {
   void *filter;
   struct host *host;

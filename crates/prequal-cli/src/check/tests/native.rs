@@ -386,7 +386,10 @@ fn a_missing_role_is_reported_with_its_module_and_cluster() {
     filters(&mut root, 0).remove(0);
     let findings = check(&root, false).unwrap();
     assert_eq!(findings[0].path, "static_resources.clusters[0]");
-    assert_eq!(findings[0].found, "none loads \"prequal_native\", as the policy of cluster `replicas` does");
+    assert_eq!(
+        findings[0].found,
+        "none loads \"prequal_native\", the module that the policy of cluster `replicas` loads"
+    );
     let mut root = shipped();
     settings(&mut root, |settings| settings["clusters"][0]["mode"] = json!("sync"));
     let findings = check(&root, false).unwrap();

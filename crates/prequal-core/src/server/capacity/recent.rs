@@ -9,9 +9,9 @@ use crate::shared::time::Micros;
 /// Detects that a replica has become faster than its fit suggests: it has recovered, or a stall is over.
 ///
 /// A response is fast if it takes less than half of the base latency. Where requests differ, many responses are fast. A
-/// run of fast responses is too long for chance once its probability is below e^−[`CERTAIN`]. Requests that arrive
-/// beyond the knee do not count. If they did, in a fleet without spare capacity, the estimate would be reset in each
-/// short lull, which would attract the next burst.
+/// run of fast responses is too long to be due to chance once its probability is below e^−[`CERTAIN`]. Requests that
+/// arrive beyond the knee do not count. If they did, in a fleet without spare capacity, the estimate would be reset in
+/// each short lull, which would attract the next burst.
 #[derive(Debug)]
 pub(super) struct FastRun {
     /// Moving average of the share of fast responses.
@@ -29,7 +29,7 @@ impl Default for FastRun {
 }
 
 impl FastRun {
-    /// Records a response. Returns whether the run is too long for chance.
+    /// Records a response. Returns whether the run is too long to be due to chance.
     pub(super) fn answered(&mut self, now: Micros, fit: Capacity, arrived_as: u32, latency_us: u32) -> bool {
         if arrived_as > fit.knee.into() {
             return false;
