@@ -18,8 +18,8 @@ use crate::wire::hint::{HOMES, HintHash};
 use crate::wire::load::{Load, Source};
 use crate::wire::report::LoadReport;
 
-/// One in this many samples of replicas to probe is uniform.
-const UNIFORM_SAMPLES: u32 = 16;
+/// One in this many samples of replicas to probe includes those that have just reported.
+const SAMPLES_WITH_FRESH: u32 = 16;
 
 impl<S: Store, C: Counters> Balancer<S, C> {
     /// Returns the targets of the probes that are due: distinct sampled replicas, and `None` for each probe whose
@@ -29,16 +29,17 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         let mut targets = Vec::new();
         if addressed > 0 {
             let Self { config, counters, journal, membership, .. } = self;
-            // If only the reports of probes are used, the sample is uniform (paper §4). Otherwise most samples leave
-            // out replicas that have just reported, and the one that gets the request for which the probes are due. The
-            // other samples are uniform, so that a replica with frequent reports on responses is still probed, and a
-            // blocked path to its probe port is noticed.
-            let spares_fresh = config.probe.piggyback && !rng.random_ratio(1, UNIFORM_SAMPLES);
+            // If only the reports of probes are used, the sample is uniform (paper §4). Otherwise it leaves out the
+            // replica that gets the request for which the probes are due, and most samples also leave out replicas that
+            // have just reported. The others do not, so that a replica with frequent reports on responses is still
+            // probed, and a blocked path to its probe port is noticed.
+            let piggyback = config.probe.piggyback;
+            let spares_fresh = piggyback && !rng.random_ratio(1, SAMPLES_WITH_FRESH);
             let fresh_ms = config.pool.max_age_ms / 10;
             let read = journal.pool.update(|pool| {
                 let skip = |replica| {
-                    spares_fresh
-                        && (pool.heard_within(replica, now, fresh_ms) || pool.is_latest_pick(replica, now))
+                    (piggyback && pool.is_latest_pick(replica, now))
+                        || (spares_fresh && pool.heard_within(replica, now, fresh_ms))
                 };
                 (membership.members().sample(addressed, &mut *rng, skip), false)
             });
