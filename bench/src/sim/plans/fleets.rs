@@ -173,9 +173,16 @@ fn all() -> Vec<Point> {
         closed("8 × 4, exp 20", &[(8, 4, 20.0)], Exponential, 200),
         closed("8 × 4, exactly 20", &[(8, 4, 20.0)], Exact, 100),
         closed("8 × 1 core, exactly 10", &[(8, NO_QUEUE, 10.0)], Exact, 100).with(on_one_core),
-        // Hardly any traffic: few reports are fresh.
+        // Hardly any traffic: few reports are fresh, and slow replicas must not be forgotten.
         fleet("5 × 1, exactly 200, 3/s", &[(5, 1, 200.0)], Exact, 3.0)
             .with(|scenario| scenario.measured = 4000.0),
+        fleet("14 at 50, 2 at 800, 2/s", &[(14, 4, 50.0), (2, 4, 800.0)], Exponential, 2.0)
+            .with(|scenario| scenario.measured = 4000.0),
+        fleet("6 at 50, 2 at 800, 1/s", &[(6, 4, 50.0), (2, 4, 800.0)], Exponential, 1.0)
+            .with(|scenario| scenario.measured = 4000.0),
+        fleet("8 at 50, 3 at 300, 16/s, 8 clients", &[(8, 1, 50.0), (3, 1, 300.0)], Exponential, 16.0)
+            .with(|scenario| scenario.measured = 1000.0)
+            .clients(8),
         // Fleets for which a pool of 128 reports is large enough, but one of 24 is not. They have one client or few.
         fleet("90 × 1, exp 140, 70 %", &[(90, 1, 140.0)], Exponential, 450.0),
         fleet("70 × 1, exp 140, 70 %, 2 clients", &[(70, 1, 140.0)], Exponential, 350.0).clients(2),

@@ -265,7 +265,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
                     panic,
                     probes,
                 };
-                let heard: Vec<Endpoint> = pool.replicas().collect();
+                let heard: Vec<Endpoint> = pool.alive(settings, now).collect();
                 let at_rest = !watched && pool.is_at_rest(interval);
                 ((tick, heard, at_rest), waiting || watched || !probes.is_empty())
             });

@@ -14,7 +14,7 @@
 //!   RIF in the pool, so it gets one request; then, as a *busy* unknown, it ranks last until it has answered. This
 //!   brings traffic back to a recovered replica (`docs/design/adr/0002-unknown-latency.md`). With predicted latency,
 //!   a replica of unknown latency counts as typically fast, and gets one request at a time.
-//! - **An entry leaves the pool** when it is older than `max_age_ms`, is used up ([`crate::client::pool::reuse`]), is
+//! - **An entry leaves the pool** when it is too old (`PoolState::age_limit`), is used up ([`crate::client::pool::reuse`]), is
 //!   replaced by a newer report of the same replica, is the oldest when another replica's report needs room, or is
 //!   removed: `r_remove` per pick, the oldest and the worst alternately.
 //! - **Envoy's own placement** stays in force ([`crate::client::members`]): an entry also leaves once the policy's
@@ -158,6 +158,8 @@ pub struct PoolState {
     /// Moving averages per pick.
     reports_per_pick: f32,
     new_per_pick: f32,
+    /// Moving average of the time between two picks, milliseconds; longer pauses do not count.
+    gap_ms: f32,
     reports_since_pick: u32,
     new_since_pick: u32,
     members: u32,
@@ -325,8 +327,11 @@ impl PoolState {
         self.expire(settings, stamp);
         self.update_rates();
         let probes = self.probes_due(settings, stamp);
-        if stamp.distance_ms(self.last_pick) >= IDLE_MS {
+        let gap_ms = stamp.distance_ms(self.last_pick);
+        if gap_ms >= IDLE_MS {
             self.busy_since = stamp;
+        } else {
+            self.gap_ms += (gap_ms as f32 - self.gap_ms) * GAP_WEIGHT;
         }
         self.last_pick = stamp;
         probes
@@ -535,6 +540,12 @@ impl PoolState {
         PoolView { occupancy: usize::from(self.entry_count), theta, members: self.members, median_age_ms }
     }
 
+    /// Endpoints of the replicas that reported less than `max_age_ms` ago.
+    pub(crate) fn alive(&self, settings: &PoolSettings, now: Micros) -> impl Iterator<Item = Endpoint> + '_ {
+        let (stamp, limit) = (now.stamp(), settings.max_age_ms);
+        self.entries().iter().filter(move |e| stamp.distance_ms(e.received) < limit).map(|e| e.endpoint)
+    }
+
     /// Endpoints of the replicas in the pool.
     pub fn replicas(&self) -> impl Iterator<Item = Endpoint> + '_ {
         self.entries().iter().map(|entry| entry.endpoint)
@@ -570,9 +581,10 @@ impl PoolState {
 
     /// Removes entries that are too old, and entries of replicas that are out of use.
     pub(crate) fn expire(&mut self, settings: &PoolSettings, now: Stamp) {
+        let limit = self.age_limit(settings);
         let mut index = 0;
         while let Some(entry) = self.entries().get(index) {
-            if now.distance_ms(entry.received) >= settings.max_age_ms
+            if now.distance_ms(entry.received) >= limit
                 || !entry.placement().is_in_use(self.samples, self.members)
             {
                 self.remove(index);
@@ -580,6 +592,16 @@ impl PoolState {
                 index += 1;
             }
         }
+    }
+
+    /// Age at which reports leave the pool now, milliseconds. Normally that is `max_age_ms`. Where requests are rare,
+    /// reports are kept until the client could have visited every replica several times. Otherwise, the pool would hold
+    /// so few replicas that requests wait while others are idle, and slow replicas would be forgotten between requests.
+    /// A fixed number of probes per request, the paper's rule, does not extend the limit.
+    fn age_limit(&self, settings: &PoolSettings) -> u32 {
+        let Budget::Adaptive { .. } = settings.budget else { return settings.max_age_ms };
+        let rounds_ms = (ROUNDS * self.members as f32 * self.gap_ms) as u32;
+        rounds_ms.min(settings.max_age_ms.saturating_mul(MOST_EXTENSION)).max(settings.max_age_ms)
     }
 
     fn oldest(&self, now: Stamp) -> Option<usize> {
@@ -694,7 +716,7 @@ impl Clone for PoolState {
 }
 
 impl Blob for PoolState {
-    const TAG: Tag = Tag::of_release(0x7072_6571, 14); // "preq"
+    const TAG: Tag = Tag::of_release(0x7072_6571, 15); // "preq"
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
         let mut state = Self::zeroed();
@@ -713,6 +735,7 @@ impl Blob for PoolState {
             && state.cooldown_count as usize <= MAX_COOLDOWNS
             && state.remove_worst <= 1
             && (0.0..1.0).contains(&state.remove_credit)
+            && (0.0..=IDLE_MS as f32).contains(&state.gap_ms)
             && state.reports_since_pick <= MAX_RATE
             && state.new_since_pick <= MAX_RATE
             && state.ejections <= 1
@@ -735,6 +758,12 @@ const VERIFY_MS: u32 = 5000;
 /// Time without a pick after which the fleet counts as new, milliseconds. It is shorter than the 15 s after which
 /// agents forget their samples.
 const IDLE_MS: u32 = 10_000;
+/// Weight of the latest gap in the average gap between picks.
+const GAP_WEIGHT: f32 = 1.0 / 32.0;
+/// Where requests are rare, a report is kept for this many times the number of replicas, in requests.
+const ROUNDS: f32 = 4.0;
+/// Maximum age of a report where requests are rare, in multiples of `max_age_ms`.
+const MOST_EXTENSION: u32 = 10;
 /// Upper bound of the counters between two picks; a higher average is not credible.
 const MAX_RATE: u32 = 10_000;
 

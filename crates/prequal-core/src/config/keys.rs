@@ -176,7 +176,10 @@ pub const KEYS: &[Key] = &[
         .at(U32(|s| Some(&mut s.pool.max_age_ms)))
         .with_probes()
         .from("§4: 1000")
-        .means("age at which a report is dropped"),
+        .means(
+            "age at which a report is dropped. Where requests are rare and `budget` is `adaptive`, reports are kept for four \
+             times as many requests as there are replicas, but at most ten times as long",
+        ),
     both("target_age_ms", "ms", Whole(1, 60_000))
         .at(U32(target_age_ms))
         .with_probes()
@@ -308,8 +311,9 @@ pub const KEYS: &[Key] = &[
         .at(Flag(|s| Some(&mut s.probe.piggyback)))
         .with_probes()
         .means(
-            "use the reports on responses as well as those of probes. Then 15 of 16 random selections of replicas to probe \
-             skip those that reported less than a tenth of `max_age_ms` ago",
+            "use the reports on responses as well as those of probes. Then a request does not probe the replica that it goes \
+             to, and 15 of 16 random selections of replicas to probe skip those that reported less than a tenth of \
+             `max_age_ms` ago",
         ),
     advanced("burst_guard", "", Bool)
         .at(Flag(|s| Some(&mut s.pool.burst_guard)))

@@ -44,7 +44,9 @@ pub struct PoolSettings {
     /// Maximum number of entries of a pool that cannot hold the whole fleet, 2 to [`MAX_POOL`]. With `scale_removal`
     /// and an adaptive budget the pool may be larger as long as all of its reports are fresh.
     pub pool_size: usize,
-    /// Age at which a report stops counting, from its receipt, milliseconds.
+    /// Age at which a report stops counting, from its receipt, milliseconds. With an adaptive budget and rare requests,
+    /// a report counts for four times as long as the requests take that could visit every replica once, up to ten times
+    /// this age.
     pub max_age_ms: u32,
     /// Quantile for θ, 0 (RIF only) to 1 (latency only).
     pub q_rif: f64,

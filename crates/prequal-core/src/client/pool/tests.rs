@@ -321,6 +321,39 @@ fn reports_expire_by_receipt_age() {
     assert_eq!(scene.pick(2000).branch, Branch::Fallback);
 }
 
+/// How many of eight reports are still in the pool `age_ms` after their receipt, with a pick every `gap_ms`.
+fn kept_at(settings: PoolSettings, gap_ms: u64, age_ms: u64) -> usize {
+    let mut scene = Scene::new(settings);
+    scene.pool.set_members(8, 0, ms(0));
+    let received = 200 * gap_ms;
+    for pick in 0..200 {
+        scene.pick_predicted(pick * gap_ms);
+    }
+    (0..8).for_each(|n| scene.report(received, n, 0, Some(1)));
+    scene.pool.expire(&scene.settings, ms(received + age_ms).stamp());
+    scene.pool.entries().len()
+}
+
+#[test]
+fn where_requests_are_rare_reports_are_kept_for_four_rounds() {
+    let default = || Profile::Default.pool_settings();
+    for (gap_ms, limit_ms) in [(10, 2000), (50, 2000), (100, 3200), (500, 16_000), (2000, 20_000)] {
+        assert_eq!(kept_at(default(), gap_ms, limit_ms - 70), 8, "every {gap_ms} ms");
+        assert_eq!(kept_at(default(), gap_ms, limit_ms + 1), 0, "every {gap_ms} ms");
+    }
+    assert_eq!(kept_at(default(), 10_000, 2000), 0, "pauses do not count");
+    assert_eq!(kept_at(Profile::Paper.pool_settings(), 500, 1000), 0);
+}
+
+#[test]
+fn an_old_report_does_not_show_that_its_replica_is_alive() {
+    let mut scene = Scene::new(Profile::Default.pool_settings());
+    scene.report(0, 1, 0, Some(1));
+    scene.report(1000, 2, 0, Some(1));
+    let alive: Vec<Endpoint> = scene.pool.alive(&scene.settings, ms(2500)).collect();
+    assert_eq!(alive, [replica(2)]);
+}
+
 #[test]
 fn each_pick_raises_the_entrys_rif() {
     let mut scene = Scene::new(PoolSettings { q_rif: 0.0, ..plain() });
