@@ -39,6 +39,11 @@ const FAR: f32 = 2.0;
 const DEAREST_OVERDUE: f32 = 2.0;
 /// Time after which a trial is overdue, milliseconds.
 const OVERDUE_MS: u32 = 8000;
+/// Maximum price once the last trial is [`LONG_OVERDUE_MS`] ago, which happens below 33 requests a second: one request
+/// in 250. Without it, at two requests a second a replica that has recovered would get no request for 17 minutes.
+const DEAREST_LONG_OVERDUE: f32 = 0.25;
+/// Time after which a trial is long overdue, milliseconds.
+const LONG_OVERDUE_MS: u32 = 60_000;
 /// After a trial, a replica that reports at most this fraction of its earlier base latency gets another trial.
 const PROMISING: f64 = 0.8;
 /// Reports younger than this limit count as equally fresh, milliseconds. [`FRESH_COSTS`] may raise the limit. Older
@@ -168,8 +173,12 @@ impl Predicted {
         if entries.is_empty() {
             return None;
         }
-        let overdue = self.now.distance_ms(trials.at) >= OVERDUE_MS;
-        let most = if overdue { DEAREST_OVERDUE } else { DEAREST } * self.lowest;
+        let dearest = match self.now.distance_ms(trials.at) {
+            LONG_OVERDUE_MS.. => DEAREST_LONG_OVERDUE,
+            OVERDUE_MS.. => DEAREST_OVERDUE,
+            _ => DEAREST,
+        };
+        let most = dearest * self.lowest;
         for credit in &mut trials.credits {
             let saved = *credit + CREDIT * self.lowest;
             *credit = if saved < most { saved } else { most };

@@ -1291,18 +1291,33 @@ fn a_lying_replica_does_not_raise_a_newcomers_limit() {
     assert_eq!(picks.count(), 1, "its limit is one, like that of the others");
 }
 
-#[test]
-fn where_requests_are_rare_a_replica_that_looks_far_slower_gets_one_in_2000() {
+/// Numbers of the requests that go to a replica that looks far slower, out of 20 000, with one request every `gap_ms`.
+fn trials_with_a_request_every(gap_ms: u64) -> Vec<u64> {
     let mut scene = Scene::new(plain());
-    let tried = (0..20_000).filter(|n| {
-        let at = n * 10;
+    let is_trial = |n: &u64| {
+        let at = n * gap_ms;
         (0..3).for_each(|n| scene.capable(at, n, 0, 20, 4));
         scene.capable(at, 3, 0, 320, 4);
         scene.pick_predicted(at).branch == Branch::Trial
-    });
-    let tried: Vec<_> = tried.collect();
-    assert!(tried.is_sorted_by(|one, next| (1990..=2010).contains(&(next - one))), "{tried:?}");
-    assert!((9..=11).contains(&tried.len()), "{tried:?}");
+    };
+    (0..20_000).filter(is_trial).collect()
+}
+
+#[test]
+fn where_requests_are_rare_a_replica_that_looks_far_slower_gets_one_in_2000_and_one_a_minute() {
+    // At two requests a second, a trial a minute would be more than one in 250.
+    for (gap_ms, every) in [(10, 1990..=2010), (100, 598..=602), (500, 249..=252)] {
+        let tried = trials_with_a_request_every(gap_ms);
+        assert!(
+            tried.is_sorted_by(|one, next| every.contains(&(next - one))),
+            "every {gap_ms} ms: {tried:?}"
+        );
+        let expected = 20_000 / every.end();
+        assert!(
+            (expected - 1..=expected + 2).contains(&(tried.len() as u64)),
+            "every {gap_ms} ms: {tried:?}"
+        );
+    }
 }
 
 #[test]
