@@ -127,18 +127,19 @@ impl Toolchain {
         Ok(module)
     }
 
-    /// Builds programs for Linux on `target`, each given with its package, and returns them. The C library is linked
-    /// statically, so the programs run on any distribution, and in an image that holds nothing else. `linker` replaces
-    /// the machine's own. One command builds all of them: separate commands would compile the dependencies again for
-    /// each program, with only the features that it needs.
+    /// Builds programs for Linux on `target`, each given with its package, and returns them. `profile` is one of
+    /// Cargo.toml. The C library is linked statically, so the programs run on any distribution, and in an image that
+    /// holds nothing else. `linker` replaces the machine's own. One command builds all of them: separate commands would
+    /// compile the dependencies again for each program, with only the features that it needs.
     pub(crate) fn build_programs(
         &self,
+        profile: &str,
         target: &str,
         linker: Option<&str>,
         programs: &[(&str, &str)],
     ) -> Result<Vec<PathBuf>> {
         let mut command = run::cargo();
-        command.args(["build", "--profile", "ship"]);
+        command.args(["build", "--profile", profile]);
         for (package, program) in programs {
             command.args(["--package", package, "--bin", program]);
         }

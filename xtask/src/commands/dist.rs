@@ -73,7 +73,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     progress::headline("building the release");
     let started = Instant::now();
     let toolchain = Toolchain::prepare(args.wasm.toolchain)?;
-    let mut parts = Parts::build(&toolchain, &PLATFORMS)?;
+    let mut parts = Parts::build(&toolchain, &PLATFORMS, "ship")?;
     parts.envoy.clone_from(&args.envoy_digest);
     if parts.envoy.is_none() {
         progress::say("the manifests name envoyproxy/envoy by tag: --envoy-digest pins it");
@@ -109,8 +109,8 @@ struct Parts {
 }
 
 impl Parts {
-    /// Builds everything, for those of `platforms` that this machine can build for.
-    fn build(toolchain: &Toolchain, platforms: &[Platform]) -> Result<Self> {
+    /// Builds everything, for those of `platforms` that this machine can build for; the programs with this profile.
+    fn build(toolchain: &Toolchain, platforms: &[Platform], profile: &str) -> Result<Self> {
         let stamp = Stamp::of_commit(toolchain)?;
         let module = fs::read(build::filter(toolchain, "")?)?;
         let mut builds = Vec::new();
@@ -119,7 +119,7 @@ impl Parts {
             match platform.missing()? {
                 Some(why) => progress::say(format_args!("{}: not built: {why}", platform.arch)),
                 None => {
-                    builds.push(Build::new(*platform)?);
+                    builds.push(Build::new(*platform, profile)?);
                     targets.push(platform.triple);
                 }
             }
@@ -196,9 +196,10 @@ struct Build {
 }
 
 impl Build {
-    fn new(platform: Platform) -> Result<Self> {
+    fn new(platform: Platform, profile: &str) -> Result<Self> {
         let toolchain = Toolchain::for_programs(platform.triple)?;
-        let files = toolchain.build_programs(platform.triple, platform.cross_linker(), &PROGRAMS)?;
+        let linker = platform.cross_linker();
+        let files = toolchain.build_programs(profile, platform.triple, linker, &PROGRAMS)?;
         let entry = |((_, program), file): ((&str, &str), PathBuf)| {
             Ok(Entry { path: program.to_owned(), bytes: fs::read(file)?, executable: true })
         };

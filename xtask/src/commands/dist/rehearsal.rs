@@ -1,6 +1,6 @@
-//! Rehearses a release as a step of the tests. Builds it once, for this machine's architecture only, checks its files,
-//! pushes its images to a registry with the commands of docs/guide/releasing.md, and checks that the same images come
-//! back.
+//! Rehearses a release as a step of the tests. Builds it once, for this machine's architecture only and without
+//! optimising the programs, checks its files, pushes its images to a registry with the commands of
+//! docs/guide/releasing.md, and checks that the same images come back.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -42,7 +42,7 @@ pub(crate) fn run(choice: Choice) -> Result<()> {
 
 fn parts(choice: Choice) -> Result<Parts> {
     let toolchain = Toolchain::prepare(choice)?;
-    Parts::build(&toolchain, &[Platform::here()?])
+    Parts::build(&toolchain, &[Platform::here()?], "rehearsal")
 }
 
 fn check(parts: &Parts, scratch: &Path) -> Result<()> {
