@@ -428,8 +428,8 @@ impl PoolState {
         if load.source == Source::Probe || !settings.theta_of_probes {
             self.remember_rif(settings, stamp, entry.load());
         }
-        if let Some(old) = old.filter(|_| load.source == Source::Response) {
-            entry.rif = entry.rif.saturating_add(old.sent.uncounted(now));
+        if let Some(old) = old {
+            entry.rif = self.with_uncounted(settings, &old, entry.rif, load.source, now);
         }
         if self.is_cooling_down(endpoint, stamp) || !placement.is_in_use(self.samples, self.members) {
             return;
@@ -446,6 +446,29 @@ impl PoolState {
         );
         let uses_left = u16::try_from(round_randomly(b_reuse, rng)).unwrap_or(u16::MAX).max(1);
         self.insert(settings, stamp, Entry { uses_left, ..entry });
+    }
+
+    /// Returns the RIF of a replica that has just reported `reported`, with those of the pool's own requests that the
+    /// report cannot count. `old` is the replica's entry.
+    fn with_uncounted(
+        &self,
+        settings: &PoolSettings,
+        old: &Entry,
+        reported: u16,
+        source: Source,
+        now: Micros,
+    ) -> u16 {
+        match (source, settings.budget) {
+            (Source::Response, _) => reported.saturating_add(old.sent.uncounted(now)),
+            // A probe that was sent with a request may overtake it. The reply to one that did not counts the request, so
+            // the pool's own count is the limit.
+            (Source::Probe, Budget::Adaptive { .. }) => {
+                let latest = old.chosen == self.picks && old.sent.is_recent(now);
+                let missed = old.sent.uncounted(now).max(latest.into());
+                reported.saturating_add(missed).min(old.rif.max(reported))
+            }
+            (Source::Probe, Budget::Fixed { .. }) => reported,
+        }
     }
 
     /// Adds a candidate, so that it gets one request. Its report is not trusted yet.

@@ -173,6 +173,10 @@ impl Predicted {
         if entries.is_empty() {
             return None;
         }
+        if trials.at == Stamp(0) {
+            // A new client is not behind with its trials.
+            trials.at = self.now;
+        }
         let dearest = match self.now.distance_ms(trials.at) {
             LONG_OVERDUE_MS.. => DEAREST_LONG_OVERDUE,
             OVERDUE_MS.. => DEAREST_OVERDUE,

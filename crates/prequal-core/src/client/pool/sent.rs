@@ -13,6 +13,8 @@ use crate::shared::time::Micros;
 /// inside a zone, 600 microseconds. If round trips are longer, some requests are overlooked; if they are shorter, some
 /// count twice until the next report.
 const ROUND_TRIP: u32 = 3;
+/// Age below which the latest request may still be on its way, in units of [`SLOT_US`]: 20 ms.
+const LONGEST_TRIP: i32 = 100;
 /// Resolution, microseconds.
 const SLOT_US: u64 = 200;
 /// Number of slots kept: more than a round trip, and as many as fill whole 32-bit words.
@@ -45,6 +47,12 @@ impl Sent {
         if let Some(count) = self.counts.get_mut(late) {
             *count = count.saturating_add(1);
         }
+    }
+
+    /// Whether the latest request may still be on its way at `at`, even between distant zones.
+    pub(super) fn is_recent(&self, at: Micros) -> bool {
+        let age = slot(at).wrapping_sub(self.slot) as i32;
+        self.counts.iter().any(|count| *count > 0) && (-STEP..LONGEST_TRIP).contains(&age)
     }
 
     /// Number of requests that a report received at `at` does not count.

@@ -190,6 +190,39 @@ fn a_report_on_a_response_does_not_count_requests_that_are_on_their_way() {
     assert_eq!(rif_after(Source::Probe, 300), Some(3), "as in the paper");
 }
 
+/// RIF of a replica with two requests in flight after a probe's reply that reports `reported`. Its latest request was
+/// sent `sent_ms` before, and another replica's request follows it if `another`.
+fn rif_after_a_probe(settings: PoolSettings, sent_ms: u64, reported: u32, another: bool) -> u32 {
+    let mut scene = Scene::new(settings);
+    scene.capable(0, 1, 1, 20, 4);
+    scene.capable(0, 2, 9, 20, 4);
+    assert_eq!(scene.pick_predicted(1).replica, Some(replica(1)));
+    if another {
+        scene.capable(1, 1, 9, 20, 4);
+        scene.capable(1, 2, 1, 20, 4);
+        assert_eq!(scene.pick_predicted(1).replica, Some(replica(2)));
+        scene.capable(1, 1, 2, 20, 4);
+    }
+    let capacity = Some(Capacity { base_us: 20_000, knee: 4, open: false });
+    let load = Load { capacity, ..Load::at_face_value(reported, Some(20_000)) };
+    let load = Load { source: Source::Probe, ..load };
+    let at = ms(1 + sent_ms);
+    scene.pool.record(&scene.settings, at, replica(1), load, Placement::even(0), &mut scene.rng);
+    scene.pool.candidates(at).find(|candidate| candidate.endpoint == replica(1)).expect("an entry").rif
+}
+
+#[test]
+fn a_probe_that_overtakes_a_request_does_not_make_its_replica_look_idle() {
+    let default = || Profile::Default.pool_settings();
+    assert_eq!(rif_after_a_probe(default(), 2, 1, false), 2, "the reply does not count the request");
+    assert_eq!(rif_after_a_probe(default(), 2, 2, false), 2, "the reply counts the request");
+    assert_eq!(rif_after_a_probe(default(), 2, 5, false), 5, "other clients sent requests");
+    assert_eq!(rif_after_a_probe(default(), 2, 0, false), 1, "an earlier request has ended");
+    assert_eq!(rif_after_a_probe(default(), 21, 1, false), 1, "it must have arrived by then");
+    assert_eq!(rif_after_a_probe(default(), 2, 1, true), 1, "the probe belongs to a later request");
+    assert_eq!(rif_after_a_probe(Profile::Paper.pool_settings(), 2, 1, false), 1, "as in the paper");
+}
+
 #[test]
 fn clone_from_copies_the_whole_pool() {
     let (mut scene, mut copy) = (Scene::new(plain()), PoolState::new());
@@ -1312,6 +1345,7 @@ fn where_requests_are_rare_a_replica_that_looks_far_slower_gets_one_in_2000_and_
             tried.is_sorted_by(|one, next| every.contains(&(next - one))),
             "every {gap_ms} ms: {tried:?}"
         );
+        assert!(tried.first().is_some_and(|first| every.contains(first)), "every {gap_ms} ms: {tried:?}");
         let expected = 20_000 / every.end();
         assert!(
             (expected - 1..=expected + 2).contains(&(tried.len() as u64)),
