@@ -14,9 +14,9 @@
 //!   RIF in the pool, so it gets one request; then, as a *busy* unknown, it ranks last until it has answered. This
 //!   brings traffic back to a recovered replica (`docs/design/adr/0002-unknown-latency.md`). With predicted latency,
 //!   a replica of unknown latency counts as typically fast, and gets one request at a time.
-//! - **An entry leaves the pool** when it is too old (`PoolState::age_limit`), is used up ([`crate::client::pool::reuse`]), is
-//!   replaced by a newer report of the same replica, is the oldest when another replica's report needs room, or is
-//!   removed: `r_remove` per pick, the oldest and the worst alternately.
+//! - **An entry leaves the pool** when it is too old (`PoolState::age_limit`), is used up
+//!   ([`crate::client::pool::reuse`]), is replaced by a newer report of the same replica, is the oldest when another
+//!   replica's report needs room, or is removed: `r_remove` per pick, the oldest and the worst alternately.
 //! - **Envoy's own placement** stays in force ([`crate::client::members`]): an entry also leaves once the policy's
 //!   samples no longer meet its replica. Where weights differ, RIF counts relative to the weight, and among entries
 //!   whose latencies or costs count as equal, the choice depends on weighted RIF and chance. Equal replicas then share
@@ -448,8 +448,8 @@ impl PoolState {
         self.insert(settings, stamp, Entry { uses_left, ..entry });
     }
 
-    /// Returns the RIF of a replica that has just reported `reported`, with those of the pool's own requests that the
-    /// report cannot count. `old` is the replica's entry.
+    /// Returns the RIF of a replica that has just reported `reported`, including those of the pool's own requests that
+    /// the report cannot count. `old` is the replica's entry.
     fn with_uncounted(
         &self,
         settings: &PoolSettings,
@@ -460,8 +460,8 @@ impl PoolState {
     ) -> u16 {
         match (source, settings.budget) {
             (Source::Response, _) => reported.saturating_add(old.sent.uncounted(now)),
-            // A probe that was sent with a request may overtake it. The reply to one that did not counts the request, so
-            // the pool's own count is the limit.
+            // A probe that was sent with a request may overtake it, and then its reply does not count the request. If
+            // the probe came second, its reply does, so the result never exceeds the pool's own count.
             (Source::Probe, Budget::Adaptive { .. }) => {
                 let latest = old.chosen == self.picks && old.sent.is_recent(now);
                 let missed = old.sent.uncounted(now).max(latest.into());

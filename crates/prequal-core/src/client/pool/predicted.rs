@@ -174,7 +174,7 @@ impl Predicted {
             return None;
         }
         if trials.at == Stamp(0) {
-            // A new client is not behind with its trials.
+            // A new client has not missed any trial yet.
             trials.at = self.now;
         }
         let dearest = match self.now.distance_ms(trials.at) {

@@ -4,7 +4,9 @@
 //! moment of a burst of responses, many requests are on their way, because each response lets a client send its next
 //! request. If each report replaced the RIF in the pool, all of them would go to this replica.
 //!
-//! This module says how many of the pool's own requests such a report has missed. It assumes one round trip for all
+//! The reply to a probe that overtook a request does not count that request either.
+//!
+//! This module says how many of the pool's own requests a report has missed. It assumes one round trip for all
 //! replicas, and does not know the requests of other Envoys.
 
 use crate::shared::time::Micros;

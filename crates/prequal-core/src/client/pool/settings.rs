@@ -45,8 +45,7 @@ pub struct PoolSettings {
     /// and an adaptive budget the pool may be larger as long as all of its reports are fresh.
     pub pool_size: usize,
     /// Age at which a report stops counting, from its receipt, milliseconds. With an adaptive budget and rare requests,
-    /// a report counts for four times as long as the requests take that could visit every replica once, up to ten times
-    /// this age.
+    /// a report counts for four requests per replica, but for at most ten times this age.
     pub max_age_ms: u32,
     /// Quantile for θ, 0 (RIF only) to 1 (latency only).
     pub q_rif: f64,

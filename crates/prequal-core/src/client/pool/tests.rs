@@ -1328,7 +1328,8 @@ fn a_lying_replica_does_not_raise_a_newcomers_limit() {
 fn trials_with_a_request_every(gap_ms: u64) -> Vec<u64> {
     let mut scene = Scene::new(plain());
     let is_trial = |n: &u64| {
-        let at = n * gap_ms;
+        // The clock does not begin at zero, so the pool is new although minutes have passed.
+        let at = 1_000_000 + n * gap_ms;
         (0..3).for_each(|n| scene.capable(at, n, 0, 20, 4));
         scene.capable(at, 3, 0, 320, 4);
         scene.pick_predicted(at).branch == Branch::Trial
