@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::Result;
 use prequal_testbed::{Backend, Client, Envoy, EnvoyConfig, Fleet, Reply, eventually};
@@ -117,13 +117,12 @@ fn unresponsive_and_back(workers: u32) -> Result<()> {
     assert!(late <= 12, "{late} late: {:#?}", envoy.prequal("replicas")?);
     counted(&envoy, "ejected as unresponsive", |now| now.other("prequal_ejections_total.unresponsive") > 0);
     fleet[0].backend.set(Reply::ok().delay(MS(20)));
-    let start = Instant::now();
-    until(&client, "half of its share", Duration::from_secs(12), || {
+    // The next trial may be 8 s away. On a busy machine its answer may be late, and another follows 8 s later.
+    until(&client, "half of its share", Duration::from_secs(20), || {
         fleet.clear();
         get(&client, 200);
         fleet.served()[0] >= 17
     });
-    assert!(start.elapsed() < Duration::from_secs(12));
     Ok(())
 }
 
