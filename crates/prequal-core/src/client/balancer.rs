@@ -178,6 +178,9 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         proxy: &impl Witness,
     ) {
         request.failed = failed;
+        if request.explores() {
+            self.agentless.explorer_ended();
+        }
         if let Some(report) = &report {
             let end = match report {
                 Ok(report) => self.judge_report(now, request, report, proxy),
@@ -203,6 +206,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         if let (Branch::Agentless, Some(replica)) = (request.pick.branch, request.pick.replica) {
             self.agentless.ended(replica);
         }
+        let unanswered = request.explores() && self.agentless.explorer_ended();
         if failed && !request.failed && request.reported {
             self.land(proxy.now(), &mut request, true);
         }
@@ -222,7 +226,14 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             return;
         };
         if let Some(flight) = request.flight.take() {
-            self.flights.gone(flight);
+            match class {
+                Class::ClientAbort => self.flights.abandoned(flight, proxy.now()),
+                _ => self.flights.gone(flight),
+            }
+        }
+        if unanswered && let Some(replica) = request.served_by(proxy) {
+            self.flights.unanswered(replica, request.began, proxy.now());
+            self.agentless.explained();
         }
         let class = if class == Class::Answer && request.failed { Class::UpstreamFailure } else { class };
         if self.config.choice.rule.keeps_state() {

@@ -6,6 +6,8 @@
 //! relative to its weight, is chosen, as in Envoy's `least_request`. Where agentless replicas are the majority, the
 //! proxy's own policy places all requests.
 
+use std::mem;
+
 use rand::Rng;
 
 use crate::client::members::{Members, Placement};
@@ -47,6 +49,8 @@ pub(super) struct Agentless {
     wait_us: u64,
     /// Number of requests since `explored`.
     requests: u32,
+    /// Whether the request of that time has not been answered yet.
+    exploring: bool,
 }
 
 impl Agentless {
@@ -54,6 +58,17 @@ impl Agentless {
     /// is the reason.
     pub(super) fn probe_unanswered(&mut self) {
         self.unanswered = true;
+    }
+
+    /// Records that a request left to the proxy's policy was answered, or ended. Returns whether it was unanswered
+    /// until now.
+    pub(super) fn explorer_ended(&mut self) -> bool {
+        mem::take(&mut self.exploring)
+    }
+
+    /// Records that the replica which got such a request does not answer requests either. That explains the probes.
+    pub(super) fn explained(&mut self) {
+        self.unanswered = false;
     }
 
     /// Records that a replica was found to have no agent. There may be more.
@@ -97,7 +112,9 @@ impl Agentless {
 
     fn explores(&mut self, now: Micros) -> bool {
         let since = now.distance(self.explored);
-        if self.requests <= EXPLORE_EVERY || since < self.wait_us {
+        // A replica that does not answer would keep the next request waiting as well.
+        let waits = self.exploring && since < EXPLORE_MAX_US;
+        if self.requests <= EXPLORE_EVERY || since < self.wait_us || waits {
             return false;
         }
         self.wait_us = if since > 2 * EXPLORE_MAX_US {
@@ -105,7 +122,7 @@ impl Agentless {
         } else {
             (self.wait_us * 2).clamp(EXPLORE_US, EXPLORE_MAX_US)
         };
-        (self.unanswered, self.explored, self.requests) = (false, now, 0);
+        (self.unanswered, self.explored, self.requests, self.exploring) = (false, now, 0, true);
         true
     }
 

@@ -194,7 +194,20 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             Some(host) => {
                 self.note(now, Note::Unreported(host));
             }
+            None if self.finds_silence(asked, now) => {}
             None => self.agentless.probe_unanswered(),
+        }
+    }
+
+    /// Whether an unanswered probe, to the replica `asked` or to any, is explained by a replica that is dead or hung: one
+    /// that does not answer requests either. A replica without an agent answers them.
+    fn finds_silence(&self, asked: Option<Target>, now: Micros) -> bool {
+        let ejected = |replica| self.journal.watched && self.journal.table.is_ejected(replica);
+        match asked {
+            Some(Target { replica, .. }) => {
+                ejected(replica) || self.flights.silent(now).any(|silent| silent == replica)
+            }
+            None => self.flights.silent(now).next().is_some(),
         }
     }
 

@@ -1,7 +1,7 @@
 //! The state of one request, and what the proxy can be asked about it. `balancer.rs` acts on both.
 
 use crate::client::ejection::flights::Flight;
-use crate::client::pool::Pick;
+use crate::client::pool::{Branch, Pick};
 use crate::shared::endpoint::Endpoint;
 use crate::shared::time::Micros;
 
@@ -65,6 +65,11 @@ impl Request {
     /// Stores the utilisation that `read` finds in the trailers. If the headers had one, `read` is not called.
     pub fn set_late_utilisation(&mut self, read: impl FnOnce() -> Option<f64>) {
         self.response_load.1 = self.response_load.1.or_else(read);
+    }
+
+    /// Whether it was left to the proxy's own policy to find replicas without an agent.
+    pub(super) fn explores(&self) -> bool {
+        self.pick.branch == Branch::Agentless && self.pick.replica.is_none()
     }
 
     pub(super) fn served_by(&mut self, proxy: &impl Witness) -> Option<Endpoint> {

@@ -110,6 +110,8 @@ struct WatchedRequest {
 struct ReplicaState {
     /// Latest start among the answered requests.
     answered: Micros,
+    /// Latest start among the requests that waited long and were not answered, or only with a failure.
+    unanswered: Option<Micros>,
     requests: f32,
     updated: Stamp,
     failed: Option<Stamp>,
@@ -213,7 +215,9 @@ impl Flights {
             }
             good
         });
-        if !failed && request.whole {
+        if failed {
+            self.unanswered(request.replica, request.started, now);
+        } else if request.whole {
             self.learn(settings, latency_us);
         }
         let timing = match u64::from(request.limit_us) {
@@ -245,10 +249,34 @@ impl Flights {
         self.replicas.iter().filter(is_well).count() as u32
     }
 
-    /// Records that the request ended without evidence about the replica: the client went away, or Envoy sent the
-    /// request elsewhere.
+    /// Records that the request ended without evidence about the replica: Envoy sent the request elsewhere.
     pub fn gone(&mut self, flight: Flight) {
         self.in_flight.remove(flight.0);
+    }
+
+    /// Records that the client went away before the replica had answered.
+    pub fn abandoned(&mut self, flight: Flight, now: Micros) {
+        if let Some(request) = self.in_flight.remove(flight.0).filter(|request| request.whole) {
+            self.unanswered(request.replica, request.started, now);
+        }
+    }
+
+    /// Records that `replica` did not answer a request that began at `started` and ends now. The replica is silent if
+    /// the request has waited for more than twice the typical time.
+    pub fn unanswered(&mut self, replica: Endpoint, started: Micros, now: Micros) {
+        if now.saturating_since(started) / 2 > u64::from(self.typical_us) {
+            self.seen(replica, now, |seen| seen.unanswered = seen.unanswered.max(Some(started)));
+        }
+    }
+
+    /// The replicas that have recently left a request unanswered, and have answered no later one.
+    pub fn silent(&self, now: Micros) -> impl Iterator<Item = Endpoint> {
+        let silent = move |seen: &ReplicaState| {
+            seen.unanswered.is_some_and(|started| {
+                started >= seen.answered && now.stamp().distance_ms(started.stamp()) < FORGOTTEN_MS
+            })
+        };
+        self.replicas.iter().filter(move |(_, seen)| silent(seen)).map(|(replica, _)| *replica)
     }
 
     /// Returns the next unresponsive replica. Call it often, each time until it returns `None`; a call checks only a

@@ -27,7 +27,10 @@ fn placed_by_proxy(balancer: &mut Balancer<Memory, Counts>, at: u64, n: u16) {
 /// `reporting`.
 fn send(balancer: &mut Balancer<Memory, Counts>, at: u64, reporting: u16, rng: &mut SmallRng) -> Option<u16> {
     let mut request = balancer.begin(ms(at), &[], true, rng);
-    let chosen = request.pick.replica.map(number)?;
+    let Some(chosen) = request.pick.replica.map(number) else {
+        balancer.ended(request, true, false, &Proxy(at, None, Class::Answer, 1));
+        return None;
+    };
     let proxy = Proxy(at, Some(replica(chosen)), Class::Answer, 1);
     let report = (chosen < reporting).then(|| Ok(report(chosen, 1, 10)));
     balancer.response(ms(at), &mut request, false, report, &proxy);
@@ -132,6 +135,43 @@ fn unanswered_probes_leave_ever_fewer_requests_to_the_proxy() {
     assert_eq!(explored, [11, 12, 13, 15, 19, 27, 43]);
     assert_eq!(unsteered(&mut balancer, 103_000, &mut rng), 1, "one was still due");
     assert_eq!(unsteered(&mut balancer, 300_000, &mut rng), 0, "no probe has failed since");
+}
+
+/// Whether an unanswered probe of replica `n`, or of any, leaves one of the next requests to the proxy's own policy.
+fn explores(balancer: &mut Balancer<Memory, Counts>, at: u64, n: Option<u16>, rng: &mut SmallRng) -> bool {
+    balancer.replied(ms(at), n.map(target), false, Err(ProbeEnd::Timeout));
+    unsteered(balancer, at, rng) > 0
+}
+
+#[test]
+fn unanswered_probes_of_a_replica_that_answers_no_requests_leave_none_to_the_proxy() {
+    for end in [Class::ClientAbort, Class::UpstreamFailure] {
+        let (mut balancer, mut rng) = (mixed(4, 0), rng());
+        let held = balancer.begin(ms(5), &[], true, &mut rng);
+        let hung = held.pick.replica.unwrap();
+        balancer.ended(held, false, false, &Proxy(5005, Some(hung), end, 1));
+        assert!(!explores(&mut balancer, 10_000, Some(number(hung)), &mut rng), "{end:?}");
+        // That replica has answered requests since. The next one has not left any unanswered.
+        assert!(explores(&mut balancer, 12_000, Some(number(hung)), &mut rng), "{end:?}");
+    }
+}
+
+#[test]
+fn no_second_request_is_left_to_the_proxy_before_the_first_is_answered() {
+    let (mut balancer, mut rng) = (mixed(4, 0), rng());
+    probe_all(&mut balancer, 4, 10_000);
+    balancer.replied(ms(10_000), None, false, Err(ProbeEnd::Timeout));
+    let explorer = (10_000..11_000)
+        .map(|at| balancer.begin(ms(at), &[], true, &mut rng))
+        .find(|request| request.pick.replica.is_none())
+        .unwrap();
+    assert!(!explores(&mut balancer, 11_000, None, &mut rng));
+    // It went to a replica that does not answer, which explains the silence for a minute.
+    balancer.ended(explorer, false, false, &Proxy(15_000, Some(replica(9)), Class::UpstreamFailure, 1));
+    assert!(!explores(&mut balancer, 15_000, None, &mut rng));
+    assert!(!explores(&mut balancer, 40_000, Some(9), &mut rng));
+    assert!(explores(&mut balancer, 45_000, Some(8), &mut rng));
+    assert!(explores(&mut balancer, 75_000, None, &mut rng));
 }
 
 #[test]
