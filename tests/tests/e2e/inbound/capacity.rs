@@ -85,7 +85,7 @@ fn the_time_of_slow_clients_does_not_count_as_latency() -> Result<()> {
                 std::thread::spawn(move || slow_upload(addr, &first, MS(1000 + 100 * number), rest))
             })
             .collect();
-        wait_for_rif(addr, 4, MS(500));
+        wait_for_rif(addr, 4, MS(900));
         for slow in slow {
             let answer = slow.join().expect("it ran")?;
             assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
