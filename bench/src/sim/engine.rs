@@ -203,7 +203,9 @@ impl<'a> World<'a> {
 
     fn begin(&mut self) {
         match self.scenario.load {
-            SimLoad::Poisson(_) | SimLoad::Even(_) | SimLoad::Batches { .. } => self.schedule_arrival(),
+            SimLoad::Poisson(_) | SimLoad::Even(_) | SimLoad::Waves { .. } | SimLoad::Batches { .. } => {
+                self.schedule_arrival();
+            }
             SimLoad::Closed { users } => {
                 for _ in 0..users {
                     let at = self.trace.random_range(0..SECOND / 100);
@@ -288,6 +290,10 @@ impl<'a> World<'a> {
                 gap / qps
             }
             SimLoad::Even(qps) => 1.0 / qps,
+            SimLoad::Waves { low, high, seconds } => {
+                let share: f64 = Exp1.sample(&mut self.trace);
+                wave_gap(self.now as f64 / SECOND as f64, share, [low, high], seconds)
+            }
             SimLoad::Batches { of, .. } if !self.arrivals.is_multiple_of(of) => 0.0,
             SimLoad::Batches { qps, of } => {
                 let gap: f64 = Exp1.sample(&mut self.trace);
@@ -825,6 +831,21 @@ impl<'a> World<'a> {
                 self.alive.push(server);
             }
         }
+    }
+}
+
+/// Time from `now` until the rate, which is alternately each of `rates` for so many `seconds`, has added up to `share`
+/// queries. All times are in seconds.
+fn wave_gap(now: f64, mut share: f64, rates: [f64; 2], seconds: f64) -> f64 {
+    let mut wave = (now / seconds) as usize;
+    let mut from = now;
+    loop {
+        let (qps, end) = (rates[wave % 2], (wave + 1) as f64 * seconds);
+        if share <= (end - from) * qps {
+            return from + share / qps - now;
+        }
+        share -= ((end - from) * qps).max(0.0);
+        (wave, from) = (wave + 1, end);
     }
 }
 

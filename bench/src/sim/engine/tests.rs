@@ -143,6 +143,17 @@ fn queries_wait_for_a_slot_as_long_as_queueing_theory_says() {
     assert!((got / known - 1.0).abs() < 0.04, "M/D/1: {got} ms, not {known}");
 }
 
+#[test]
+fn waves_of_queries_have_both_rates() {
+    let mut scenario = SimScenario::testbed(10, 1.0, Spare::None);
+    scenario.load = SimLoad::Waves { low: 5.0, high: 500.0, seconds: 2.0 };
+    (scenario.clients, scenario.warm_up, scenario.measured) = (1, 0.0, 80.0);
+    let samples = run(&scenario, &SimArm::Random, 1).samples;
+    let high = samples.iter().filter(|sample| sample.at_ms / 2000 % 2 == 1).count() as f64;
+    let low = samples.len() as f64 - high;
+    assert!((high / 20_000.0 - 1.0).abs() < 0.03 && (low / 200.0 - 1.0).abs() < 0.25, "{high} and {low}");
+}
+
 /// Half of the servers are half as fast as the others. From the end of the blackout on, a server's weight is
 /// proportional to its knee divided by its latency.
 #[test]
