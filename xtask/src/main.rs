@@ -45,6 +45,7 @@ enum Command {
     Gateway(commands::gateway::Args),
     Helm(commands::helm::Args),
     PlbGuest(commands::plb_guest::Args),
+    Silent(commands::silent::Args),
     Reference(commands::reference::Args),
     /// Started by `cargo xtask test` in CI, to build ahead
     #[command(hide = true)]
@@ -70,6 +71,7 @@ fn main() -> ExitCode {
         Command::Gateway(args) => commands::gateway::run(&args),
         Command::Helm(args) => commands::helm::run(&args),
         Command::PlbGuest(args) => commands::plb_guest::run(&args),
+        Command::Silent(args) => commands::silent::run(&args),
         Command::Reference(args) => commands::reference::run(&args),
         Command::Ahead => commands::ahead::run(),
     };

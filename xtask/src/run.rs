@@ -150,6 +150,21 @@ pub(crate) fn built_files(command: &mut Command, names: &[&str]) -> Result<Vec<P
     found.into_iter().zip(names).map(made).collect()
 }
 
+/// Builds the test program `name` with `cargo test ...` and returns it; its file name contains a hash.
+pub(crate) fn built_test(command: &mut Command, name: &str) -> Result<PathBuf> {
+    let mut found = None;
+    command.args(["--no-run", "--message-format=json-render-diagnostics"]);
+    lines(command, |line| {
+        let Ok(message) = serde_json::from_str::<serde_json::Value>(line) else { return };
+        if message["target"]["name"] == name
+            && let Some(path) = message["executable"].as_str()
+        {
+            found = Some(PathBuf::from(path));
+        }
+    })?;
+    found.with_context(|| format!("`{}` built no test {name}", shown(command)))
+}
+
 /// The program and its arguments, for messages.
 fn shown(command: &Command) -> String {
     let mut words = vec![command.get_program().to_string_lossy().into_owned()];

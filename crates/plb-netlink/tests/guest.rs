@@ -22,23 +22,23 @@ const SHORT: Duration = Duration::from_secs(5);
 fn main() -> ExitCode {
     match run() {
         Ok(()) => {
-            println!("guest: all cases hold");
+            println!("all cases hold");
             ExitCode::SUCCESS
         }
         Err(why) => {
-            println!("guest: FAILED: {why}");
+            println!("FAILED: {why}");
             ExitCode::FAILURE
         }
     }
 }
 
 fn run() -> Result<()> {
-    println!("guest: Linux {}", sysctl::kernel_release());
+    println!("Linux {}", sysctl::kernel_release());
     // Set in the initial namespace: namespaces created later inherit it, and cannot choose it themselves.
     sysctl::write("net.ipv4.tcp_congestion_control", "dctcp").map_err(text)?;
     let fabric = congestible_fabric()?;
     println!(
-        "guest: fabric ready\nguest: {:<34} {:>9}  {:>9}  {:>10}  bytes by path",
+        "fabric ready\n{:<34} {:>9}  {:>9}  {:>10}  bytes by path",
         "case", "imbalance", "total", "PLBRehash"
     );
     off_against_on(&fabric)?;
@@ -87,7 +87,7 @@ impl Measured {
 
     fn print(&self, case: &str) {
         println!(
-            "guest: {case:<34} {:>9.3}  {:>6.1} MB  {:>10}  {:?}",
+            "{case:<34} {:>9.3}  {:>6.1} MB  {:>10}  {:?}",
             self.imbalance(),
             self.total() as f64 / 1e6,
             self.plb_rehash,
@@ -211,7 +211,7 @@ fn off_against_on(fabric: &Fabric) -> Result<()> {
     };
     let ((off_imbalance, off_bytes), (on_imbalance, on_bytes)) = (median(&off), median(&on));
     println!(
-        "guest: median of two pairs: imbalance {off_imbalance:.3} -> {on_imbalance:.3}, bytes {:.1} -> {:.1} MB",
+        "median of two pairs: imbalance {off_imbalance:.3} -> {on_imbalance:.3}, bytes {:.1} -> {:.1} MB",
         off_bytes / 1e6,
         on_bytes / 1e6
     );

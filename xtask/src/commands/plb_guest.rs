@@ -1,24 +1,17 @@
-//! `cargo xtask plb-guest`: tests the kernel's own PLB with a distribution kernel in QEMU, without KVM.
-//!
-//! The machine's kernel may lack DCTCP, and a test should not change a machine's default congestion control. A kernel
-//! package from Debian's backports is unpacked but never installed. apt works on its own folders under
-//! `target/plb-guest/`, so the machine's package lists stay as they are.
+//! `cargo xtask plb-guest`: tests the kernel's own PLB in a guest machine. This machine's kernel may lack DCTCP, and a
+//! test should not change a machine's default congestion control.
 
-use std::fs;
-use std::io::{BufRead as _, BufReader};
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::Result;
 
-use crate::commands::debian;
-use crate::{progress, run, workspace};
+use crate::commands::guest::Guest;
+use crate::{progress, run};
 
 /// Proves in a guest kernel that PLB repaths, by bytes per path and labels on the wire.
 ///
-/// Needs x86_64 Debian. Fetches a kernel (34 MB) into target/plb-guest/ once. QEMU, busybox and cpio are installed with
-/// apt if run as root; otherwise the command to run is printed. Takes one to three minutes after that, without KVM.
+/// Needs x86_64 Debian. Fetches a kernel (34 MB) into target/guest/ once. QEMU, busybox and cpio are installed with apt
+/// if run as root; otherwise the command to run is printed. Takes one to three minutes after that, without KVM.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Maximum time in the guest, seconds
@@ -35,297 +28,24 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(170);
 
 /// Builds everything and runs the guest. Fails if a test case fails.
 pub(crate) fn prove(limit: Duration) -> Result<()> {
-    debian::install(&TOOLS)?;
-    let kernel = Kernel::fetch()?;
-    let initramfs = initramfs(&kernel)?;
-    boot(&kernel, &initramfs, limit)
-}
-
-/// The reason why this machine cannot run the guest, if any. Checked before anything is fetched.
-pub(crate) fn missing() -> Option<String> {
-    if std::env::consts::ARCH != "x86_64" {
-        return Some(format!("the guest kernel is for x86_64, this is {}", std::env::consts::ARCH));
-    }
-    if !run::succeeds(run::tool("apt-get").arg("--version")) {
-        return Some(
-            "the guest kernel comes from Debian's packages, and there is no apt-get here".to_owned(),
-        );
-    }
-    debian::install(&TOOLS).err().map(|error| progress::last_line(&error))
-}
-
-/// An unpacked kernel package.
-struct Kernel {
-    image: PathBuf,
-    modules: PathBuf,
-}
-
-impl Kernel {
-    fn fetch() -> Result<Self> {
-        let root = folder().join("kernel");
-        if !root.is_dir() {
-            let scratch = folder().join(format!(".kernel-{}", std::process::id()));
-            fs::create_dir_all(&scratch)?;
-            let unpacked = unpack(&scratch).and_then(|()| Ok(fs::rename(&scratch, &root)?));
-            if unpacked.is_err() {
-                fs::remove_dir_all(&scratch)?;
-            }
-            unpacked?;
-        }
-        let image = only_entry(&root.join("boot"), "vmlinuz-")?;
-        // Debian before trixie has modules in /lib, later in /usr/lib.
-        let modules = [root.join("lib/modules"), root.join("usr/lib/modules")]
-            .iter()
-            .find(|path| path.is_dir())
-            .context("the kernel package has no modules")
-            .and_then(|modules| only_entry(modules, ""))?;
-        Ok(Self { image, modules })
-    }
-}
-
-/// Downloads the cloud kernel from this Debian's backports and unpacks it into `root`.
-fn unpack(root: &Path) -> Result<()> {
-    let apt = folder().join("apt");
-    for part in ["lists/partial", "cache/archives/partial"] {
-        fs::create_dir_all(apt.join(part))?;
-    }
-    // Use the mirror and keys of the machine's own sources.
-    let listed = run::output(run::tool("apt-get").args([
-        "indextargets",
-        "--format",
-        "$(REPO_URI) $(CODENAME)",
-        "Created-By: Packages",
-        "Origin: Debian",
-        "Component: main",
-    ]))?;
-    let (mirror, codename) = listed
-        .lines()
-        .filter_map(|line| line.split_once(' '))
-        .find(|(_, codename)| !codename.contains('-'))
-        .context("apt knows no Debian mirror here; the guest kernel is one of Debian's packages")?;
-    let keys = "/usr/share/keyrings/debian-archive-keyring.gpg";
-    fs::write(
-        apt.join("sources.list"),
-        format!("deb [signed-by={keys}] {mirror} {codename}-backports main\n"),
-    )?;
-    let options = [
-        format!("Dir::Etc::SourceList={}", apt.join("sources.list").display()),
-        "Dir::Etc::SourceParts=-".to_owned(),
-        format!("Dir::State::Lists={}", apt.join("lists").display()),
-        format!("Dir::Cache={}", apt.join("cache").display()),
-        "APT::Sandbox::User=".to_owned(),
-    ];
-    let tool = |program: &str| {
-        let mut command = run::tool(program);
-        command.args(options.iter().flat_map(|option| ["-o", option]));
-        command
-    };
-    progress::silently("asking Debian's backports for a kernel", || {
-        run::output(tool("apt-get").arg("update"))
-    })?;
-    let depends = run::output(tool("apt-cache").args(["depends", "linux-image-cloud-amd64"]))?;
-    let package = depends
-        .lines()
-        .find_map(|line| line.trim().strip_prefix("Depends: "))
-        .context("the backports have no linux-image-cloud-amd64")?
-        .to_owned();
-    progress::silently(&format!("fetching {package} (about 34 MB)"), || {
-        run::output(tool("apt-get").args(["download", &package]).current_dir(root))
-    })?;
-    let deb = only_entry(root, &package)?;
-    progress::silently("unpacking it", || run::output(run::tool("dpkg").arg("-x").arg(&deb).arg(root)))?;
-    Ok(fs::remove_file(deb)?)
-}
-
-/// Packs everything that the guest needs: busybox, dash, iproute2, modules, `plb`, the test.
-fn initramfs(kernel: &Kernel) -> Result<PathBuf> {
     progress::headline("building the guest");
     // Use the features of the whole workspace, which the tests were just built with.
     let plb = run::built_file(run::cargo().args(["build", "--workspace", "--bin", "plb"]), "plb")?;
-    let test = built_test()?;
-    let root = folder().join("root");
-    if root.exists() {
-        fs::remove_dir_all(&root)?;
-    }
-    for part in ["bin", "sbin", "proc", "sys", "dev", "tmp", "run", "modules", "etc"] {
-        fs::create_dir_all(root.join(part))?;
-    }
-    let busybox = which("busybox")?;
-    copy(&busybox, &root.join("bin/busybox"))?;
-    // Debian's busybox shell prefers its built-in `ip` over the one in PATH; dash does not.
-    for (program, to) in [("dash", "bin/sh"), ("ip", "sbin/ip"), ("tc", "sbin/tc")] {
-        let path = which(program)?;
-        copy(&path, &root.join(to))?;
-        libraries(&path, &root)?;
-    }
-    for (path, to) in [(&plb, "bin/plb"), (&test, "bin/guest")] {
-        copy(path, &root.join(to))?;
-        run::output(run::tool("strip").arg(root.join(to)))?;
-        libraries(path, &root)?;
-    }
-    for (index, module) in MODULES.iter().enumerate() {
-        let found =
-            run::output(run::tool("find").arg(&kernel.modules).args(["-name", &format!("{module}.ko*")]))?;
-        let found = found.lines().next().with_context(|| format!("the kernel has no module {module}"))?;
-        let to = root.join("modules").join(format!("{index:02}-{module}.ko"));
-        match Path::new(found).extension().and_then(|extension| extension.to_str()) {
-            Some("xz") => fs::write(&to, decompressed("xz", found)?)?,
-            Some("zst") => fs::write(&to, decompressed("zstd", found)?)?,
-            _ => copy(Path::new(found), &to)?,
-        }
-    }
-    fs::write(root.join("init"), INIT)?;
-    run::output(run::tool("chmod").arg("755").arg(root.join("init")))?;
-    let packed = folder().join("initrd.gz");
-    let pack = format!("find . | cpio --quiet -o -H newc | gzip -1 > '{}'", packed.display());
-    run::output(run::tool("sh").args(["-c", &pack]).current_dir(&root))?;
-    Ok(packed)
+    let test = run::built_test(run::cargo().args(["test", "--workspace", "--test", TEST]), TEST)?;
+    let guest = Guest::new("plb", MEMORY)?;
+    guest.tool("tc", "sbin/tc")?;
+    guest.built(&plb, "bin/plb")?;
+    guest.built(&test, "bin/guest")?;
+    guest.modules(&MODULES)?;
+    guest.run("guest", limit)
 }
 
-/// The test binary, whose name contains a hash from `cargo test`.
-fn built_test() -> Result<PathBuf> {
-    let mut found = None;
-    let mut command = run::cargo();
-    command.args(["test", "--workspace", "--test", "guest", "--no-run"]);
-    command.arg("--message-format=json-render-diagnostics");
-    run::lines(&mut command, |line| {
-        let Ok(message) = serde_json::from_str::<serde_json::Value>(line) else { return };
-        if message["target"]["name"] == "guest"
-            && let Some(path) = message["executable"].as_str()
-        {
-            found = Some(PathBuf::from(path));
-        }
-    })?;
-    found.context("cargo built no guest test")
-}
+/// The test program that runs in the guest.
+const TEST: &str = "guest";
 
-/// Runs the guest until it ends and shows its output.
-fn boot(kernel: &Kernel, initramfs: &Path, limit: Duration) -> Result<()> {
-    progress::headline("booting the guest (QEMU without KVM)");
-    let started = Instant::now();
-    let mut child = Command::new("qemu-system-x86_64")
-        // Without -cx16, guests crash in QEMU 7.2 because of its emulation of cmpxchg16b.
-        .args(["-accel", "tcg,thread=multi", "-cpu", "max,-cx16", "-smp", "2", "-m", "1024"])
-        .args(["-nographic", "-no-reboot", "-nodefaults", "-serial", "stdio"])
-        .arg("-kernel")
-        .arg(&kernel.image)
-        .arg("-initrd")
-        .arg(initramfs)
-        .args(["-append", "console=ttyS0 panic=-1 quiet mitigations=off"])
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .spawn()
-        .context("cannot start qemu-system-x86_64")?;
-    let console = child.stdout.take().context("the guest's console")?;
-    let (send, lines) = std::sync::mpsc::channel();
-    std::thread::spawn(move || {
-        let mut reader = BufReader::new(console);
-        let mut bytes = Vec::new();
-        while reader.read_until(b'\n', &mut bytes).is_ok_and(|n| n > 0) {
-            if send.send(String::from_utf8_lossy(&bytes).trim_end().to_owned()).is_err() {
-                break;
-            }
-            bytes.clear();
-        }
-    });
-    let mut console = Vec::new();
-    let mut ended = None;
-    while let Ok(line) = lines.recv_timeout(limit.saturating_sub(started.elapsed())) {
-        if let Some((_, said)) = line.split_once("guest: ") {
-            progress::say(said);
-        }
-        if let Some((_, code)) = line.split_once("guest-exit: ") {
-            ended = code.trim().parse::<i32>().ok();
-        }
-        console.push(line);
-    }
-    // Either QEMU has exited by itself, or its time is up.
-    let _ = child.kill();
-    child.wait()?;
-    let tail = console[console.len().saturating_sub(15)..].join("\n");
-    let took = progress::seconds(started.elapsed());
-    ensure!(ended.is_some(), "the guest printed no result within {took}; the end of its console:\n{tail}");
-    ensure!(ended == Some(0), "a case failed in the guest (after {took}); the end of its console:\n{tail}");
-    progress::say(format_args!("guest done in {took}"));
-    Ok(())
-}
-
-/// Copies the libraries that a program is linked against to the same paths in the guest.
-fn libraries(program: &Path, root: &Path) -> Result<()> {
-    let listed = run::output(run::tool("ldd").arg(program))?;
-    for word in listed.split_whitespace().filter(|word| word.starts_with('/')) {
-        let to = root.join(word.trim_start_matches('/'));
-        if !to.exists() {
-            copy(Path::new(word), &to)?;
-        }
-    }
-    Ok(())
-}
-
-fn copy(from: &Path, to: &Path) -> Result<()> {
-    fs::create_dir_all(to.parent().context("a file in a folder")?)?;
-    fs::copy(from, to).with_context(|| format!("copying {}", from.display()))?;
-    Ok(())
-}
-
-fn decompressed(program: &str, path: &str) -> Result<Vec<u8>> {
-    let output = run::tool(program)
-        .args(["-dc", path])
-        .output()
-        .with_context(|| format!("cannot start `{program}`"))?;
-    ensure!(output.status.success(), "`{program} -dc {path}` failed");
-    Ok(output.stdout)
-}
-
-fn which(program: &str) -> Result<PathBuf> {
-    let found = run::output(run::tool("sh").args(["-c", &format!("command -v {program}")]))
-        .with_context(|| format!("`{program}` is not here (Debian: iproute2, busybox-static, dash)"))?;
-    Ok(PathBuf::from(found.trim()))
-}
-
-/// The only entry of a folder whose name starts with `prefix`.
-fn only_entry(folder: &Path, prefix: &str) -> Result<PathBuf> {
-    fs::read_dir(folder)
-        .with_context(|| format!("reading {}", folder.display()))?
-        .filter_map(|entry| Some(entry.ok()?.path()))
-        .find(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(prefix)))
-        .with_context(|| format!("nothing called {prefix}* in {}", folder.display()))
-}
-
-fn folder() -> PathBuf {
-    workspace::target().join("plb-guest")
-}
-
-/// Programs and the Debian packages that provide them.
-const TOOLS: [(&str, &str); 7] = [
-    ("qemu-system-x86_64", "qemu-system-x86"),
-    ("busybox", "busybox-static"),
-    ("cpio", "cpio"),
-    ("ip", "iproute2"),
-    ("tc", "iproute2"),
-    ("xz", "xz-utils"),
-    ("strip", "binutils"),
-];
+/// MiB
+const MEMORY: u32 = 1024;
 
 /// In loading order: each depends only on those before it.
 const MODULES: [&str; 8] =
     ["veth", "sch_htb", "sch_netem", "sch_codel", "sch_fq", "tcp_dctcp", "inet_diag", "tcp_diag"];
-
-/// The guest's init script.
-const INIT: &str = "\
-#!/bin/sh
-export PATH=/bin:/sbin
-b=/bin/busybox
-$b mount -t proc proc /proc
-$b mount -t sysfs sysfs /sys
-$b mount -t devtmpfs devtmpfs /dev
-$b mount -t tmpfs tmpfs /tmp
-$b mount -t tmpfs tmpfs /run
-$b mkdir -p /run/netns /var
-$b ln -s /run /var/run
-for module in /modules/*.ko; do $b insmod $module || echo \"guest: no $module\"; done
-ip link set lo up
-guest
-echo \"guest-exit: $?\"
-$b poweroff -f
-";

@@ -9,7 +9,9 @@ use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::commands::ahead::{Ahead, Job};
 use crate::commands::build::{self, WasmArgs};
-use crate::commands::{chaos, compose, crates, debian, dist, envoy, fuzz, helm, native, plb_guest, sim};
+use crate::commands::{
+    chaos, compose, crates, debian, dist, envoy, fuzz, guest, helm, native, plb_guest, sim,
+};
 use crate::toolchain::{NATIVE_TARGET, Toolchain};
 use crate::{circles, policy, progress, run};
 
@@ -336,7 +338,7 @@ impl Session<'_> {
             self.skipped.push("PLB in a guest kernel: not requested (--only plb-guest)".to_owned());
             return Ok(());
         }
-        if let Some(why) = plb_guest::missing() {
+        if let Some(why) = guest::missing() {
             self.skipped.push(format!("PLB in a guest kernel: {why}"));
             return Ok(());
         }
