@@ -66,11 +66,11 @@ fn closed(label: &str, kinds: &[(usize, usize, f64)], sizes: Sizes, users: usize
         .with(|scenario| scenario.load = SimLoad::Closed { users })
 }
 
-/// A fleet as in [`fleet()`], with alternately `low` and `high` queries per second.
+/// A fleet as in [`fleet()`] with four clients, and alternately `low` and `high` queries per second.
 fn waves(label: &str, kinds: &[(usize, usize, f64)], low: f64, high: f64) -> Point {
     fleet(label, kinds, Sizes::Exponential, 0.0).with(|scenario| {
         scenario.load = SimLoad::Waves { low, high, seconds: 10.0 };
-        scenario.measured = 200.0;
+        (scenario.measured, scenario.clients) = (200.0, 4);
     })
 }
 
@@ -192,11 +192,9 @@ fn all() -> Vec<Point> {
             .with(|scenario| scenario.measured = 1000.0)
             .clients(8),
         // Traffic that comes and goes: after the quiet time, reports are few and old, and trials are overdue.
-        waves("16 × 4, exp 40, 2/s and 80 %, 4 clients", &[(16, 4, 40.0)], 2.0, 1280.0).clients(4),
-        waves("8 at 40, 8 at 80, 2/s and 80 %, 4 clients", &[(8, 4, 40.0), (8, 4, 80.0)], 2.0, 960.0)
-            .clients(4),
-        waves("14 at 50, 2 at 800, 2/s and 500/s, 4 clients", &[(14, 4, 50.0), (2, 4, 800.0)], 2.0, 500.0)
-            .clients(4),
+        waves("16 × 4, exp 40, 2/s and 80 %", &[(16, 4, 40.0)], 2.0, 1280.0),
+        waves("8 at 40, 8 at 80, 2/s and 80 %", &[(8, 4, 40.0), (8, 4, 80.0)], 2.0, 960.0),
+        waves("14 at 50, 2 at 800, 2/s and 500/s", &[(14, 4, 50.0), (2, 4, 800.0)], 2.0, 500.0),
         // Fleets for which a pool of 128 reports is large enough, but one of 24 is not. They have one client or few.
         fleet("90 × 1, exp 140, 70 %", &[(90, 1, 140.0)], Exponential, 450.0),
         fleet("70 × 1, exp 140, 70 %, 2 clients", &[(70, 1, 140.0)], Exponential, 350.0).clients(2),
@@ -275,7 +273,8 @@ pub(super) fn fleets(length: RunLength) -> Experiment {
             which each server remembers 300; a miss costs 10 times a hit. `to its share` is the number of \
             seconds until a server gets half of its fair share: from the end of the 25 s in which it was slow, \
             or from its start if it joins the others (`then 11`). `others`: another client sends as many \
-            queries again, by round robin. Two rates (`2/s and 80 %`) alternate every 10 s. `TO` is beyond 30 s.",
+            queries again, by round robin. Two rates (`2/s and 80 %`) alternate every 10 s, with four \
+            clients. `TO` is beyond 30 s.",
         x_label: "",
         points,
         metrics: standard_and(&[
