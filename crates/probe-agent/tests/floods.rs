@@ -76,7 +76,7 @@ fn floods_do_not_affect_other_clients() {
         tokio::time::sleep(Duration::from_millis(300)).await;
         let (mut held, descriptors, idle) = (Vec::new(), agent.descriptors(), agent.memory_kb());
         for number in 0..silent {
-            held.push(connect_from(source(number), agent.service).await.unwrap());
+            held.push(connect_from(source(number, only_silent), agent.service).await.unwrap());
             // If more of them waited than the backlog holds, the kernel would forget some.
             if (number + 1) % AT_ONCE != 0 && number + 1 != silent {
                 continue;
@@ -147,17 +147,16 @@ fn floods_do_not_affect_other_clients() {
     rest.block_on(agent.at_rest());
 }
 
-/// Returns the address from which silent connection `number` comes. It has a port, because the kernel takes longer and
-/// longer to find a free one.
-fn source(number: u64) -> SocketAddr {
+/// Returns the address from which silent connection `number` comes. In a machine of its own it `has_port`, because the
+/// kernel takes longer and longer to find a free one.
+fn source(number: u64, has_port: bool) -> SocketAddr {
     let host = Ipv4Addr::new(127, 0, 0, 2 + u8::try_from(number % SOURCES).unwrap());
-    (host, FIRST_PORT + u16::try_from(number / SOURCES).unwrap()).into()
+    let port = FIRST_PORT + u16::try_from(number / SOURCES).unwrap();
+    (host, if has_port { port } else { 0 }).into()
 }
 
 async fn connect_from(source: SocketAddr, addr: SocketAddr) -> std::io::Result<TcpStream> {
     let socket = TcpSocket::new_v4()?;
-    // An earlier run may have left a connection from there.
-    socket.set_reuseaddr(true)?;
     socket.bind(source)?;
     socket.connect(addr).await
 }
