@@ -137,6 +137,9 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         if let (Branch::Agentless, Some(replica)) = (request.pick.branch, request.pick.replica) {
             self.agentless.sent(replica);
         }
+        if request.explores() {
+            self.agentless.explorer_sent();
+        }
         self.counters.count(Count::Pick(request.pick.branch));
         if request.pick.trial {
             self.counters.count(Count::Trial);
@@ -177,8 +180,9 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         report: Option<Result<LoadReport, ReportError>>,
         proxy: &impl Witness,
     ) {
-        request.failed = failed;
-        if request.explores() {
+        (request.failed, request.answered) = (failed, !failed);
+        // An error may be the proxy's own, for a replica that did not answer in time.
+        if !failed && request.explores() {
             self.agentless.explorer_ended();
         }
         if let Some(report) = &report {
@@ -225,14 +229,20 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             }
             return;
         };
+        // Without reports on responses, the balancer does not see when a response begins.
+        let waited = !request.answered && self.config.probe.piggyback;
         if let Some(flight) = request.flight.take() {
             match class {
-                Class::ClientAbort => self.flights.abandoned(flight, proxy.now()),
+                Class::ClientAbort if waited => self.flights.abandoned(flight, proxy.now()),
                 _ => self.flights.gone(flight),
             }
         }
-        if unanswered && let Some(replica) = request.served_by(proxy) {
-            self.flights.unanswered(replica, request.began, proxy.now());
+        if unanswered
+            && waited
+            && class != Class::Answer
+            && let Some(replica) = request.served_by(proxy)
+            && self.flights.unanswered(replica, request.began, proxy.now())
+        {
             self.agentless.explained();
         }
         let class = if class == Class::Answer && request.failed { Class::UpstreamFailure } else { class };
@@ -545,6 +555,9 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         if let Some(flight) = request.flight.take() {
             let Some(landed) = self.flights.answered(settings, flight, now, failed) else { return };
             request.trial = landed.trial;
+            if failed && !request.answered {
+                self.flights.unanswered(landed.replica, request.began, now);
+            }
             if if failed { ejects } else { landed.trial || self.journal.watched } {
                 let event = landed.event(failed, request.reported_us);
                 self.push(Update::Health(now, landed.replica, event));

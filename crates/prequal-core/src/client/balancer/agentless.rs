@@ -49,7 +49,7 @@ pub(super) struct Agentless {
     wait_us: u64,
     /// Number of requests since `explored`.
     requests: u32,
-    /// Whether the request of that time has not been answered yet.
+    /// Whether the request that was left to the proxy's policy last is still unanswered.
     exploring: bool,
 }
 
@@ -60,13 +60,17 @@ impl Agentless {
         self.unanswered = true;
     }
 
-    /// Records that a request left to the proxy's policy was answered, or ended. Returns whether it was unanswered
-    /// until now.
+    /// Records that a request is left to the proxy's policy.
+    pub(super) fn explorer_sent(&mut self) {
+        self.exploring = true;
+    }
+
+    /// Records that this request was answered or has ended. Returns whether it was still unanswered.
     pub(super) fn explorer_ended(&mut self) -> bool {
         mem::take(&mut self.exploring)
     }
 
-    /// Records that the replica which got such a request does not answer requests either. That explains the probes.
+    /// Records that the replica that got this request did not answer it. That explains the unanswered probes.
     pub(super) fn explained(&mut self) {
         self.unanswered = false;
     }
@@ -112,7 +116,7 @@ impl Agentless {
 
     fn explores(&mut self, now: Micros) -> bool {
         let since = now.distance(self.explored);
-        // A replica that does not answer would keep the next request waiting as well.
+        // If its replica hangs, the next request might hang as well.
         let waits = self.exploring && since < EXPLORE_MAX_US;
         if self.requests <= EXPLORE_EVERY || since < self.wait_us || waits {
             return false;
@@ -122,7 +126,7 @@ impl Agentless {
         } else {
             (self.wait_us * 2).clamp(EXPLORE_US, EXPLORE_MAX_US)
         };
-        (self.unanswered, self.explored, self.requests, self.exploring) = (false, now, 0, true);
+        (self.unanswered, self.explored, self.requests) = (false, now, 0);
         true
     }
 

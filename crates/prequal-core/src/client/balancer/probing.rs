@@ -96,6 +96,9 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             false => self.take_unverified(now, asked, &report),
         });
         let (answer, end) = taken.unwrap_or_else(|end| (None, end));
+        if let Some(answer) = answer {
+            self.flights.heard(answer.replica);
+        }
         if let (Some(answer), Ok(report), false) = (answer, &report, hinted) {
             self.report(now, answer.replica, report, answer.placement, Source::Probe);
         }
@@ -194,13 +197,13 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             Some(host) => {
                 self.note(now, Note::Unreported(host));
             }
-            None if self.finds_silence(asked, now) => {}
+            None if !answered && self.finds_silence(asked, now) => {}
             None => self.agentless.probe_unanswered(),
         }
     }
 
-    /// Whether an unanswered probe, to the replica `asked` or to any, is explained by a replica that is dead or hung: one
-    /// that does not answer requests either. A replica without an agent answers them.
+    /// Whether a dead or hung replica explains an unanswered probe. Such a replica does not answer requests either, but a
+    /// replica without an agent does. If `asked` is `None`, the probe may have gone to any replica.
     fn finds_silence(&self, asked: Option<Target>, now: Micros) -> bool {
         let ejected = |replica| self.journal.watched && self.journal.table.is_ejected(replica);
         match asked {

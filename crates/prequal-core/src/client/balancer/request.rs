@@ -48,6 +48,8 @@ pub struct Request {
     pub(super) served_by: Option<Endpoint>,
     /// Whether the chosen replica reported on the response.
     pub(super) reported: bool,
+    /// Whether response headers without an error have arrived.
+    pub(super) answered: bool,
     /// Whether the response carries an error.
     pub(super) failed: bool,
     /// Latency that the replica reported on the response, microseconds.
@@ -67,7 +69,7 @@ impl Request {
         self.response_load.1 = self.response_load.1.or_else(read);
     }
 
-    /// Whether it was left to the proxy's own policy to find replicas without an agent.
+    /// Whether the proxy's own policy placed the request, so that it may reveal a replica without an agent.
     pub(super) fn explores(&self) -> bool {
         self.pick.branch == Branch::Agentless && self.pick.replica.is_none()
     }

@@ -12,7 +12,7 @@
 //! overtakes the first one that is stuck. A request must be overdue in two checks in a row: after the worker itself was
 //! blocked, every request looks overdue at first, because the answers have not been read yet.
 //!
-//! Every operation is O(1) on average, except that a failure looks at every replica. Memory is allocated only when more
+//! Every operation is O(1) on average, except that a failure and [`Flights::silent`] look at every replica. Memory is allocated only when more
 //! requests are in flight, or more replicas in use, than ever before.
 
 use std::collections::HashMap;
@@ -25,7 +25,7 @@ use crate::shared::fnv::Fnv;
 use crate::shared::in_flight::InFlight;
 use crate::shared::time::{Micros, Stamp};
 
-/// A request in flight. Pass it back to [`Flights::answered`] or [`Flights::gone`].
+/// A request in flight. Pass it back to [`Flights::answered`], [`Flights::abandoned`] or [`Flights::gone`].
 #[derive(Debug)]
 #[must_use = "a flight that is dropped looks overdue forever"]
 pub struct Flight(usize);
@@ -110,7 +110,7 @@ struct WatchedRequest {
 struct ReplicaState {
     /// Latest start among the answered requests.
     answered: Micros,
-    /// Latest start among the requests that waited long and were not answered, or only with a failure.
+    /// Latest start among the requests that waited long and then failed or got no answer.
     unanswered: Option<Micros>,
     requests: f32,
     updated: Stamp,
@@ -122,6 +122,14 @@ impl ReplicaState {
     fn is_well(&self, now: Stamp) -> bool {
         let lately = |at| now.distance_ms(at) < FADES_MS as u32;
         self.requests > 0.0 && lately(self.updated) && !self.failed.is_some_and(lately)
+    }
+
+    /// Whether it has recently left a request unanswered, and has not answered a later one.
+    fn is_silent(&self, now: Micros) -> bool {
+        self.unanswered.is_some_and(|started| {
+            let recently = now.saturating_since(started) < u64::from(FORGOTTEN_MS) * 1000;
+            started >= self.answered && started <= now && recently
+        })
     }
 
     /// Returns and resets the number of successful requests since the last failure, faded up to `now`.
@@ -215,9 +223,7 @@ impl Flights {
             }
             good
         });
-        if failed {
-            self.unanswered(request.replica, request.started, now);
-        } else if request.whole {
+        if !failed && request.whole {
             self.learn(settings, latency_us);
         }
         let timing = match u64::from(request.limit_us) {
@@ -249,7 +255,7 @@ impl Flights {
         self.replicas.iter().filter(is_well).count() as u32
     }
 
-    /// Records that the request ended without evidence about the replica: Envoy sent the request elsewhere.
+    /// Records that the request ended without evidence about the replica, for example because Envoy sent it elsewhere.
     pub fn gone(&mut self, flight: Flight) {
         self.in_flight.remove(flight.0);
     }
@@ -261,22 +267,29 @@ impl Flights {
         }
     }
 
-    /// Records that `replica` did not answer a request that began at `started` and ends now. The replica is silent if
-    /// the request has waited for more than twice the typical time.
-    pub fn unanswered(&mut self, replica: Endpoint, started: Micros, now: Micros) {
-        if now.saturating_since(started) / 2 > u64::from(self.typical_us) {
-            self.seen(replica, now, |seen| seen.unanswered = seen.unanswered.max(Some(started)));
+    /// Records that `replica` did not answer a request that began at `started` and has ended. The replica is silent if
+    /// the request waited for more than twice the typical time plus 50 ms. Returns whether it did.
+    pub fn unanswered(&mut self, replica: Endpoint, started: Micros, now: Micros) -> bool {
+        let silent = now.saturating_since(started) > 2 * u64::from(self.typical_us) + SLACK_US as u64;
+        if silent {
+            // As above, a time in the future would last for too long.
+            self.seen(replica, now, |seen| {
+                seen.unanswered = seen.unanswered.filter(|known| *known <= now).max(Some(started));
+            });
+        }
+        silent
+    }
+
+    /// Records that `replica` has answered a probe. It is not silent.
+    pub fn heard(&mut self, replica: Endpoint) {
+        if let Some(seen) = self.replicas.get_mut(&replica) {
+            seen.unanswered = None;
         }
     }
 
-    /// The replicas that have recently left a request unanswered, and have answered no later one.
+    /// Returns the replicas that recently left a request unanswered and have not answered a later one.
     pub fn silent(&self, now: Micros) -> impl Iterator<Item = Endpoint> {
-        let silent = move |seen: &ReplicaState| {
-            seen.unanswered.is_some_and(|started| {
-                started >= seen.answered && now.stamp().distance_ms(started.stamp()) < FORGOTTEN_MS
-            })
-        };
-        self.replicas.iter().filter(move |(_, seen)| silent(seen)).map(|(replica, _)| *replica)
+        self.replicas.iter().filter(move |(_, seen)| seen.is_silent(now)).map(|(replica, _)| *replica)
     }
 
     /// Returns the next unresponsive replica. Call it often, each time until it returns `None`; a call checks only a
@@ -373,7 +386,9 @@ impl Flights {
     fn seen<T>(&mut self, replica: Endpoint, now: Micros, look: impl FnOnce(&mut ReplicaState) -> T) -> T {
         // Replicas that have left make room before the map grows.
         if self.replicas.len() == self.replicas.capacity() && !self.replicas.contains_key(&replica) {
-            self.replicas.retain(|_, seen| now.stamp().distance_ms(seen.updated) < FORGOTTEN_MS);
+            self.replicas.retain(|_, seen| {
+                now.stamp().distance_ms(seen.updated) < FORGOTTEN_MS || seen.is_silent(now)
+            });
         }
         look(self.replicas.entry(replica).or_default())
     }

@@ -143,35 +143,72 @@ fn explores(balancer: &mut Balancer<Memory, Counts>, at: u64, n: Option<u16>, rn
     unsteered(balancer, at, rng) > 0
 }
 
+/// A balancer with a replica that has left a request unanswered for 5 s, until 5005 ms, and that replica.
+fn silent(end: Class, rng: &mut SmallRng) -> (Balancer<Memory, Counts>, u16) {
+    let mut balancer = mixed(4, 0);
+    let mut held = balancer.begin(ms(5), &[], true, rng);
+    let hung = held.pick.replica.unwrap();
+    let proxy = Proxy(5005, Some(hung), end, 1);
+    if end == Class::UpstreamFailure {
+        // The proxy's own 504.
+        balancer.response(ms(5005), &mut held, true, None, &proxy);
+    }
+    balancer.ended(held, true, false, &proxy);
+    (balancer, number(hung))
+}
+
 #[test]
 fn unanswered_probes_of_a_replica_that_answers_no_requests_leave_none_to_the_proxy() {
     for end in [Class::ClientAbort, Class::UpstreamFailure] {
-        let (mut balancer, mut rng) = (mixed(4, 0), rng());
-        let held = balancer.begin(ms(5), &[], true, &mut rng);
-        let hung = held.pick.replica.unwrap();
-        balancer.ended(held, false, false, &Proxy(5005, Some(hung), end, 1));
-        assert!(!explores(&mut balancer, 10_000, Some(number(hung)), &mut rng), "{end:?}");
-        // That replica has answered requests since. The next one has not left any unanswered.
-        assert!(explores(&mut balancer, 12_000, Some(number(hung)), &mut rng), "{end:?}");
+        let mut rng = rng();
+        let (mut balancer, hung) = silent(end, &mut rng);
+        assert!(!explores(&mut balancer, 10_000, Some(hung), &mut rng), "{end:?}");
+        // The replica has answered requests since, so this probe is unexplained.
+        assert!(explores(&mut balancer, 12_000, Some(hung), &mut rng), "{end:?}");
     }
 }
 
 #[test]
-fn no_second_request_is_left_to_the_proxy_before_the_first_is_answered() {
+fn a_replica_that_answers_probes_does_not_explain_unanswered_ones() {
+    let mut rng = rng();
+    let (mut balancer, hung) = silent(Class::ClientAbort, &mut rng);
+    let reply = Reply { report: Ok(report(hung, 1, 10)), host: Some(replica(hung)) };
+    balancer.replied(ms(5600), Some(target(hung)), false, Ok(reply));
+    assert!(explores(&mut balancer, 10_000, None, &mut rng));
+}
+
+#[test]
+fn a_response_that_its_client_ends_is_no_silence() {
     let (mut balancer, mut rng) = (mixed(4, 0), rng());
-    probe_all(&mut balancer, 4, 10_000);
-    balancer.replied(ms(10_000), None, false, Err(ProbeEnd::Timeout));
-    let explorer = (10_000..11_000)
-        .map(|at| balancer.begin(ms(at), &[], true, &mut rng))
-        .find(|request| request.pick.replica.is_none())
-        .unwrap();
-    assert!(!explores(&mut balancer, 11_000, None, &mut rng));
-    // It went to a replica that does not answer, which explains the silence for a minute.
-    balancer.ended(explorer, false, false, &Proxy(15_000, Some(replica(9)), Class::UpstreamFailure, 1));
-    assert!(!explores(&mut balancer, 15_000, None, &mut rng));
-    assert!(!explores(&mut balancer, 40_000, Some(9), &mut rng));
-    assert!(explores(&mut balancer, 45_000, Some(8), &mut rng));
-    assert!(explores(&mut balancer, 75_000, None, &mut rng));
+    let mut held = balancer.begin(ms(5), &[], true, &mut rng);
+    let proxy = Proxy(5005, held.pick.replica, Class::ClientAbort, 1);
+    balancer.response(ms(6), &mut held, false, None, &proxy);
+    balancer.ended(held, false, false, &proxy);
+    assert!(explores(&mut balancer, 10_000, None, &mut rng));
+}
+
+#[test]
+fn no_second_request_is_left_to_the_proxy_before_the_first_is_answered() {
+    for times_out in [false, true] {
+        let (mut balancer, mut rng) = (mixed(4, 0), rng());
+        probe_all(&mut balancer, 4, 10_000);
+        balancer.replied(ms(10_000), None, false, Err(ProbeEnd::Timeout));
+        let mut explorer = (10_000..11_000)
+            .map(|at| balancer.begin(ms(at), &[], true, &mut rng))
+            .find(|request| request.pick.replica.is_none())
+            .unwrap();
+        assert!(!explores(&mut balancer, 11_000, None, &mut rng));
+        // It went to a replica that does not answer, which explains the silence for a minute.
+        let proxy = Proxy(15_000, Some(replica(9)), Class::UpstreamFailure, 1);
+        if times_out {
+            balancer.response(ms(15_000), &mut explorer, true, None, &proxy);
+        }
+        balancer.ended(explorer, times_out, false, &proxy);
+        assert!(!explores(&mut balancer, 15_000, None, &mut rng));
+        assert!(!explores(&mut balancer, 40_000, Some(9), &mut rng));
+        assert!(explores(&mut balancer, 45_000, Some(8), &mut rng));
+        assert!(explores(&mut balancer, 75_000, None, &mut rng));
+    }
 }
 
 #[test]
