@@ -109,10 +109,14 @@ pub(crate) struct TestProgram {
 /// Builds the tests of the whole workspace, in cargo's order. Building single tests would compile their dependencies
 /// once more, with only the features that those tests need.
 pub(crate) fn test_programs() -> Result<Vec<TestProgram>> {
+    tests_of(cargo().args(["test", "--workspace"]))
+}
+
+/// Builds the tests of a `cargo test ...` and returns them.
+fn tests_of(command: &mut Command) -> Result<Vec<TestProgram>> {
     let mut found = Vec::new();
-    let mut command = cargo();
-    command.args(["test", "--workspace", "--no-run", "--message-format=json-render-diagnostics"]);
-    lines(&mut command, |line| {
+    command.args(["--no-run", "--message-format=json-render-diagnostics"]);
+    lines(command, |line| {
         let Ok(message) = serde_json::from_str::<serde_json::Value>(line) else { return };
         if message["profile"]["test"] == true
             && let (Some(file), Some(name)) =
@@ -123,6 +127,12 @@ pub(crate) fn test_programs() -> Result<Vec<TestProgram>> {
         }
     })?;
     Ok(found)
+}
+
+/// Builds the test program `name` with a `cargo test ...` and returns its file.
+pub(crate) fn built_test(command: &mut Command, name: &str) -> Result<PathBuf> {
+    let found = tests_of(command)?.into_iter().find(|test| test.name == name);
+    found.map(|test| test.file).with_context(|| format!("`{}` built no test {name}", shown(command)))
 }
 
 /// Runs a `cargo build ...` and returns the file called `name` that it built, wherever cargo put it.
@@ -148,21 +158,6 @@ pub(crate) fn built_files(command: &mut Command, names: &[&str]) -> Result<Vec<P
         file.with_context(|| format!("`{}` built no {name}", shown(command)))
     };
     found.into_iter().zip(names).map(made).collect()
-}
-
-/// Builds the test program `name` with `cargo test ...` and returns it; its file name contains a hash.
-pub(crate) fn built_test(command: &mut Command, name: &str) -> Result<PathBuf> {
-    let mut found = None;
-    command.args(["--no-run", "--message-format=json-render-diagnostics"]);
-    lines(command, |line| {
-        let Ok(message) = serde_json::from_str::<serde_json::Value>(line) else { return };
-        if message["target"]["name"] == name
-            && let Some(path) = message["executable"].as_str()
-        {
-            found = Some(PathBuf::from(path));
-        }
-    })?;
-    found.with_context(|| format!("`{}` built no test {name}", shown(command)))
 }
 
 /// The program and its arguments, for messages.

@@ -50,7 +50,7 @@ const AT_ONCE: u64 = 1000;
 const OTHERS: u64 = 50;
 /// Number of addresses from which silent connections come: a single address has too few ports for 100 000.
 const SOURCES: u64 = 16;
-/// First port of each of these addresses.
+/// First port at each address, where the test chooses the ports.
 const FIRST_PORT: u16 = 2000;
 /// Share of the rate that must be served. Less than all, because the last requests are still under way at the end.
 const SERVED: f64 = 0.95;
@@ -63,7 +63,7 @@ fn floods_do_not_affect_other_clients() {
     let well = Runtime::new_single();
     let backend = well.block_on(slow_and_large());
     let only_silent = std::env::var_os("PREQUAL_ONLY_SILENT").is_some();
-    // An emulated CPU takes minutes to open the connections. They must not be closed as too slow before that.
+    // An emulated CPU takes minutes to open the connections. The agent must not close them as silent before that.
     let options: &[&str] = if only_silent { &["--silent-timeout-ms", "3600000"] } else { &[] };
     let agent = Agent::start(backend, options);
     let clients = Arc::new(Clients::default());
@@ -77,7 +77,7 @@ fn floods_do_not_affect_other_clients() {
         let (mut held, descriptors, idle) = (Vec::new(), agent.descriptors(), agent.memory_kb());
         for number in 0..silent {
             held.push(connect_from(source(number, only_silent), agent.service).await.unwrap());
-            // If more of them waited than the backlog holds, the kernel would forget some.
+            // If more of them waited than the backlog holds, the kernel would drop some.
             if (number + 1) % AT_ONCE != 0 && number + 1 != silent {
                 continue;
             }
@@ -147,12 +147,13 @@ fn floods_do_not_affect_other_clients() {
     rest.block_on(agent.at_rest());
 }
 
-/// Returns the address from which silent connection `number` comes. In a machine of its own it `has_port`, because the
-/// kernel takes longer and longer to find a free one.
-fn source(number: u64, has_port: bool) -> SocketAddr {
+/// Returns the address from which silent connection `number` comes. With `fixed_port`, the test chooses the port, because
+/// the kernel takes longer and longer to find a free one. Other programs may use these ports, so this is only for a
+/// machine of its own.
+fn source(number: u64, fixed_port: bool) -> SocketAddr {
     let host = Ipv4Addr::new(127, 0, 0, 2 + u8::try_from(number % SOURCES).unwrap());
     let port = FIRST_PORT + u16::try_from(number / SOURCES).unwrap();
-    (host, if has_port { port } else { 0 }).into()
+    (host, if fixed_port { port } else { 0 }).into()
 }
 
 async fn connect_from(source: SocketAddr, addr: SocketAddr) -> std::io::Result<TcpStream> {

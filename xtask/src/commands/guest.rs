@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::commands::debian;
 use crate::{progress, run, workspace};
@@ -41,7 +41,9 @@ pub(crate) struct Guest {
 impl Guest {
     /// A guest with busybox and a shell. Fetches the kernel and installs QEMU if they are missing.
     pub(crate) fn new(name: &'static str, memory: u32) -> Result<Self> {
-        debian::install(&TOOLS)?;
+        if let Some(why) = missing() {
+            bail!("{why}");
+        }
         let kernel = Kernel::fetch()?;
         let root = folder().join(name);
         if root.exists() {
@@ -65,7 +67,7 @@ impl Guest {
         libraries(&path, &self.root)
     }
 
-    /// Adds a program that was built here, without its debug information, with its libraries.
+    /// Adds a program that was built here, stripped, and its libraries.
     pub(crate) fn built(&self, program: &Path, to: &str) -> Result<()> {
         copy(program, &self.root.join(to))?;
         run::output(run::tool("strip").arg(self.root.join(to)))?;
@@ -97,15 +99,14 @@ impl Guest {
         let packed = folder().join(format!("{}.gz", self.name));
         let pack = format!("find . | cpio --quiet -o -H newc | gzip -1 > '{}'", packed.display());
         run::output(run::tool("sh").args(["-c", &pack]).current_dir(&self.root))?;
-        // The emulation sometimes crashes a kernel that boots.
-        for _ in 0..2 {
+        // Under emulation, the kernel sometimes crashes while it boots.
+        for _ in 0..3 {
             if self.boot(&packed, limit)? {
                 return Ok(());
             }
-            progress::say("the guest's kernel crashed while it booted; once more");
+            progress::say("the guest's kernel crashed while it booted");
         }
-        ensure!(self.boot(&packed, limit)?, "the guest's kernel crashed three times while it booted");
-        Ok(())
+        bail!("the guest's kernel crashed in each of three boots")
     }
 
     /// Runs the guest until it ends and shows its output. Returns false if the kernel crashed before the command ran.
@@ -164,7 +165,7 @@ impl Guest {
         );
         ensure!(
             ended == Some(0),
-            "a case failed in the guest (after {took}); the end of its console:\n{tail}"
+            "the test failed in the guest (after {took}); the end of its console:\n{tail}"
         );
         progress::say(format_args!("guest done in {took}"));
         Ok(true)
@@ -282,8 +283,10 @@ fn decompressed(program: &str, path: &str) -> Result<Vec<u8>> {
 }
 
 fn which(program: &str) -> Result<PathBuf> {
-    let found = run::output(run::tool("sh").args(["-c", &format!("command -v {program}")]))
-        .with_context(|| format!("`{program}` is not here (Debian: iproute2, busybox-static, dash)"))?;
+    let found =
+        run::output(run::tool("sh").args(["-c", &format!("command -v {program}")])).with_context(|| {
+            format!("`{program}` is not here (Debian: iproute2, busybox-static, dash, util-linux)")
+        })?;
     Ok(PathBuf::from(found.trim()))
 }
 
@@ -327,7 +330,7 @@ for module in /modules/*.ko; do
   [ ! -e \"$module\" ] || $b insmod \"$module\" || echo \"guest: no $module\"
 done
 ip link set lo up
-{ COMMAND; echo $? > /tmp/code; } 2>&1 | while IFS= read -r line; do echo \"guest: $line\"; done
+{ COMMAND; echo $? > /tmp/code; } 2>&1 | while IFS= read -r line; do printf 'guest: %s\n' \"$line\"; done
 echo \"guest-exit: $($b cat /tmp/code)\"
 $b poweroff -f
 ";

@@ -28,11 +28,11 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(170);
 
 /// Builds everything and runs the guest. Fails if a test case fails.
 pub(crate) fn prove(limit: Duration) -> Result<()> {
+    let guest = Guest::new("plb", MEMORY)?;
     progress::headline("building the guest");
     // Use the features of the whole workspace, which the tests were just built with.
     let plb = run::built_file(run::cargo().args(["build", "--workspace", "--bin", "plb"]), "plb")?;
     let test = run::built_test(run::cargo().args(["test", "--workspace", "--test", TEST]), TEST)?;
-    let guest = Guest::new("plb", MEMORY)?;
     guest.tool("tc", "sbin/tc")?;
     guest.built(&plb, "bin/plb")?;
     guest.built(&test, "bin/guest")?;
@@ -43,7 +43,7 @@ pub(crate) fn prove(limit: Duration) -> Result<()> {
 /// The test program that runs in the guest.
 const TEST: &str = "guest";
 
-/// MiB
+/// Memory of the guest, MiB.
 const MEMORY: u32 = 1024;
 
 /// In loading order: each depends only on those before it.

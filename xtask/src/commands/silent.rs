@@ -9,10 +9,10 @@ use crate::{progress, run};
 
 /// Opens 100 000 silent connections to an agent, in a guest machine without a limit of descriptors.
 ///
-/// Runs the release build of `crates/probe-agent/tests/floods.rs` in QEMU without KVM. Well-behaved requests must all be
-/// answered, 200 a second once all connections are open, and the agent's memory must stay bounded. Needs x86_64 Debian.
-/// Fetches a kernel (34 MB) into target/guest/ once. QEMU, busybox and cpio are installed with apt if run as root;
-/// otherwise the command to run is printed. Takes two to three minutes after that.
+/// Runs the release build of `crates/probe-agent/tests/floods.rs` in QEMU without KVM. All well-behaved requests must be
+/// answered, and the agent's memory must stay bounded. Once all connections are open, 200 requests a second must be
+/// served. Needs x86_64 Debian. Fetches a kernel (34 MB) into target/guest/ once. QEMU, busybox and cpio are installed
+/// with apt if run as root; otherwise the command to run is printed. Takes two to three minutes after that.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Number of silent connections
@@ -25,18 +25,16 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
+    let guest = Guest::new(TEST, MEMORY + args.connections / CONNECTIONS_PER_MIB)?;
     progress::headline("building the guest");
-    let release = || {
-        let mut command = run::cargo();
-        command.args(["test", "--release", "--package", "probe-agent", "--test", TEST]);
-        command
-    };
-    let test = run::built_test(&mut release(), TEST)?;
+    let test = run::built_test(
+        run::cargo().args(["test", "--release", "--package", "probe-agent", "--test", TEST]),
+        TEST,
+    )?;
     let agent = run::built_file(
         run::cargo().args(["build", "--release", "--package", "probe-agent", "--bin", AGENT]),
         AGENT,
     )?;
-    let guest = Guest::new(TEST, MEMORY + args.connections / CONNECTIONS_PER_MIB)?;
     guest.tool("prlimit", "bin/prlimit")?;
     guest.built(&test, "bin/floods")?;
     // The test starts the agent by the path at which it was built.
