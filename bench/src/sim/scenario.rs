@@ -46,7 +46,7 @@ pub(crate) enum SimLoad {
     Poisson(f64),
     /// The same rate at even intervals.
     Even(f64),
-    /// Independent arrivals, alternately `low` and `high` queries per second, each for so many `seconds`.
+    /// Independent arrivals. The rate alternates between `low` and `high` queries per second, for `seconds` each.
     Waves { low: f64, high: f64, seconds: f64 },
     /// Independent arrivals of `of` queries at the same instant, `qps` queries per second over all clients.
     Batches { qps: f64, of: u64 },

@@ -282,7 +282,7 @@ fn top_shows_what_happens() -> Result {
     let traffic = Traffic::start(envoy.client(), "/");
     let admin = envoy.admin().to_string();
     let agent = first[0].agent.admin().to_string();
-    // The filter publishes its counts every 250 ms, and later on a busy machine: the interval must be much longer.
+    // The filter publishes its counts every 250 ms, or less often on a busy machine. The interval must be much longer.
     let shown = printed(&["top", "--once", "--interval", "3", "--agent", &agent, &admin]);
     drop(traffic);
 
