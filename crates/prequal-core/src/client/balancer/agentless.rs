@@ -5,6 +5,10 @@
 //! agentless replica gets its fair share. Among them, the one with the fewest of this worker's requests in flight,
 //! relative to its weight, is chosen, as in Envoy's `least_request`. Where agentless replicas are the majority, the
 //! proxy's own policy places all requests.
+//!
+//! If nothing answers a replica's probes, only the proxy's own policy can reveal that it has no agent, so unanswered
+//! probes leave some requests to that policy. The probes of a dead or hung replica go unanswered too, and such a request
+//! might hang there. `probing.rs` therefore reports only those unanswered probes that no silent replica explains.
 
 use std::mem;
 

@@ -178,6 +178,16 @@ fn a_replica_that_answers_probes_does_not_explain_unanswered_ones() {
 }
 
 #[test]
+fn silence_does_not_explain_a_probe_that_was_answered_without_a_report() {
+    let mut rng = rng();
+    let (mut balancer, _) = silent(Class::ClientAbort, &mut rng);
+    balancer.config.pool.verified_probes = false;
+    let reply = Reply { report: Err(ProbeEnd::NoReport), host: None };
+    balancer.replied(ms(10_000), None, false, Ok(reply));
+    assert!(unsteered(&mut balancer, 10_000, &mut rng) > 0);
+}
+
+#[test]
 fn a_response_that_its_client_ends_is_no_silence() {
     let (mut balancer, mut rng) = (mixed(4, 0), rng());
     let mut held = balancer.begin(ms(5), &[], true, &mut rng);
