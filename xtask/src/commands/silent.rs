@@ -1,4 +1,5 @@
-//! `cargo xtask silent`: the agent with far more silent connections than this machine's limit of descriptors allows.
+//! `cargo xtask silent`: the agent with far more silent connections than this machine's limit of descriptors allows. The
+//! other hostile peers are tested on the machine itself (`crates/probe-agent/tests/floods.rs`).
 
 use std::time::Duration;
 
@@ -12,7 +13,8 @@ use crate::{progress, run};
 /// Runs the release build of `crates/probe-agent/tests/floods.rs` in QEMU without KVM. All well-behaved requests must be
 /// answered, and the agent's memory must stay bounded. Once all connections are open, 200 requests a second must be
 /// served. Needs x86_64 Debian. Fetches a kernel (34 MB) into target/guest/ once. QEMU, busybox and cpio are installed
-/// with apt if run as root; otherwise the command to run is printed. Takes two to three minutes after that.
+/// with apt if run as root; otherwise the command to run is printed. Takes two to three minutes after that. Run nothing
+/// else meanwhile: on a busy machine, the emulated CPU does not reach the rate.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Number of silent connections
