@@ -276,6 +276,24 @@ fn a_request_to_another_cluster_is_not_counted_and_enables_the_lookup() {
     assert!(dest(&get(3)).is_some());
 }
 
+#[test]
+fn requests_to_another_cluster_with_the_same_replicas_enable_the_lookup() {
+    start_with("");
+    warm();
+    let steered = (1..=20).filter(|id| {
+        set_property(*id, "xds.cluster_name", "elsewhere");
+        let (stream, _) = Stream::begin(*id, &[]);
+        let chosen = stream.request_header(HEADER_DEST);
+        if let Some(chosen) = &chosen {
+            stream.headers(&[(":status", "200"), (HEADER_LOAD, &format!("1;10000;{chosen}"))], true);
+        }
+        stream.end();
+        chosen.is_some()
+    });
+    assert!((1..=16).contains(&steered.count()));
+    assert!(dest(&get(30)).is_some(), "the configured cluster is still steered");
+}
+
 const SYNC: &str = r#","mode":"sync","sync_d":3,"sync_deadline_ms":50"#;
 
 #[test]

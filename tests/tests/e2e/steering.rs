@@ -112,6 +112,28 @@ fn the_first_request_to_an_unconfigured_cluster_does_not_count_for_the_configure
     Ok(())
 }
 
+/// While clients move from one cluster to another with the same replicas, the requests of those that have not moved yet
+/// are not steered.
+#[test]
+fn another_cluster_with_the_same_replicas_is_left_alone() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(3, &Reply::ok())?;
+    let config = EnvoyConfig::for_replicas(&fleet.addrs())?.add_cluster("old", "/old", &fleet.addrs());
+    let envoy = Envoy::start(config.concurrency(1))?;
+    warm(&envoy, 3);
+    let client = envoy.client();
+    let old = |count| assert_all_ok(&client.burst(count, 1, |_| Request::get("/old")));
+    // The tick publishes the counts.
+    std::thread::sleep(Duration::from_millis(600));
+    let before = envoy.prequal(SERVING)?;
+    old(132);
+    assert_all_ok(&client.burst(50, 1, |_| Request::get("/")));
+    let steered = |now: &Prequal| now.steered() - before.steered();
+    let after = counted(&envoy, "the moved requests", |now| steered(now) >= 45);
+    assert!(steered(&after) <= 50 + 16, "requests to the old cluster were steered: {after:#?}");
+    Ok(())
+}
+
 #[test]
 fn two_workers_share_one_pool() -> Result<()> {
     bed!();

@@ -372,8 +372,14 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         request.reported_us = report.latency_us;
         let chosen = request.pick.replica;
         if let Some(named) = report.endpoint.filter(|named| chosen == Some(*named) && !request.pick.verify) {
-            if self.doubt.asks(now) && request.served_by(proxy) != chosen {
-                return Some(ReportEnd::WrongEndpoint);
+            if self.doubt.asks(now) {
+                // Another cluster can have the same replicas, and then the proxy carries out the choice there.
+                if !self.is_ours(request, proxy) {
+                    return None;
+                }
+                if request.served_by(proxy) != chosen {
+                    return Some(ReportEnd::WrongEndpoint);
+                }
             }
             request.reported = true;
             let placement = match self.known_fleet {
@@ -401,8 +407,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         Some(ReportEnd::Used)
     }
 
-    /// Whether the request went to this cluster, according to the proxy. If not, the request says nothing about the
-    /// replica.
+    /// Whether the request went to this cluster, according to the proxy. If not, ejection stops tracking the request,
+    /// because it says nothing about the replica.
     fn is_ours(&mut self, request: &mut Request, proxy: &impl Witness) -> bool {
         let ours = *request.ours.get_or_insert_with(|| proxy.is_ours());
         if !ours && let Some(flight) = request.flight.take() {

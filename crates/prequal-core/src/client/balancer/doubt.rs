@@ -1,11 +1,12 @@
-//! Decides when a balancer asks the proxy which replica served a request, even though the response names the chosen
-//! replica.
+//! Decides when a balancer asks the proxy whether a request was for its cluster, and which replica served it, even though
+//! the response names the chosen replica.
 //!
 //! Nearly always, the chosen replica did serve the request, and asking costs up to a tenth of what a request costs. But
 //! the proxy may have diverted the request to another replica, after a failure or because it would not use the chosen
 //! one, and that replica may claim to be the chosen one. The balancer would then miss the failure and record an
 //! invented load. Both require a diversion, so for a while after one, the balancer asks about every response. Otherwise
-//! it asks about one response in [`EVERY`], so that a lying replica cannot hide the diversions themselves.
+//! it asks about one response in [`EVERY`], so that a lying replica cannot hide the diversions themselves, and so that
+//! requests for another cluster with the same replicas are noticed.
 
 use crate::shared::time::Micros;
 
@@ -22,7 +23,7 @@ pub(super) struct Doubt {
 }
 
 impl Doubt {
-    /// Whether to ask which replica served a request whose response names the chosen one.
+    /// Whether to ask about a request whose response names the chosen replica.
     pub(super) fn asks(&mut self, now: Micros) -> bool {
         self.unasked = (self.unasked + 1) % EVERY;
         self.unasked == 0 || self.diverted.is_some_and(|at| now.distance(at) < DOUBT_US)

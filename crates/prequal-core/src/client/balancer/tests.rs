@@ -704,6 +704,48 @@ fn a_request_to_another_cluster_counts_against_no_replica() {
     }
 }
 
+/// Requests for another cluster that has the same replicas: the proxy carries out the choice there too, and the
+/// response names the chosen replica.
+#[test]
+fn requests_for_another_cluster_with_the_same_replicas_are_noticed() {
+    struct SameReplicas(Cell<u32>);
+    impl Witness for SameReplicas {
+        fn now(&self) -> Micros {
+            ms(0)
+        }
+        fn is_ours(&self) -> bool {
+            self.0.set(self.0.get() + 1);
+            false
+        }
+        fn served_by(&self) -> Option<Endpoint> {
+            panic!("asked who served")
+        }
+        fn class(&self) -> Class {
+            panic!("asked how it ended")
+        }
+        fn attempts(&self) -> u64 {
+            panic!("asked how often it was sent")
+        }
+    }
+    let mut balancer = balancer(config(Profile::Default, 4), &Memory);
+    probe_all(&mut balancer, 4, 0);
+    let (proxy, mut rng) = (SameReplicas(Cell::new(0)), rng());
+    for at in 1..=32 {
+        let mut request = balancer.begin(ms(at), &[], true, &mut rng);
+        let chosen = request.pick.replica.expect("a choice");
+        let reported = Some(Ok(report(number(chosen), 0, 5)));
+        balancer.response(ms(at), &mut request, false, reported, &proxy);
+        assert_eq!(
+            request.reported,
+            request.ours.is_none(),
+            "not counted once it is known to be for another cluster"
+        );
+        balancer.ended(request, true, false, &proxy);
+    }
+    assert_eq!(proxy.0.get(), 2, "asked about one response in 16");
+    assert!(balancer.flights.is_empty());
+}
+
 /// An event at one of two workers that share a store.
 #[derive(Clone, Copy, Debug)]
 enum Happens {
