@@ -33,8 +33,8 @@ pub(crate) async fn drive<C>(
 {
     // Over HTTP/2, each request has its own task that watches it.
     let rules = Rules::of(limits).filter(|_| !watch.is_http2());
-    let half = limits.idle_timeout / 2;
-    let mut look = tokio::time::interval(rules.map_or(half, |rules| rules.period().min(half)));
+    let quarter = limits.idle_timeout / 4;
+    let mut look = tokio::time::interval(rules.map_or(quarter, |rules| rules.period().min(quarter)));
     look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     look.reset();
     let mut last = watch.activity();
@@ -54,12 +54,12 @@ pub(crate) async fn drive<C>(
                 }
                 () = &mut asked => break,
                 _ = look.tick() => {
-                    // If no check within half the limit finds a new request or one in flight, the connection has been
-                    // idle for at least that long, and usually for at most the whole limit.
+                                        // `since` is the check that noticed the latest activity, so the connection has been idle for at
+                    // least as long.
                     let now = watch.activity();
                     if now != last || now.1 {
                         (last, since) = (now, Instant::now());
-                    } else if since.elapsed() >= half {
+                    } else if since.elapsed() >= limits.idle_timeout {
                         traffic.count(Event::Idle);
                         break;
                     }
