@@ -60,7 +60,7 @@ impl Fields<'_> {
         let routes = match self.object.get("route_modes")? {
             Value::Object(routes) if routes.len() <= MAX_ROUTES => routes,
             other => {
-                let got = kind(other);
+                let got = other.as_object().map_or(kind(other).into(), |routes| routes.len().to_string());
                 let form = "{\"route name\": \"async\" or \"sync\"}";
                 self.fail(
                     "route_modes",

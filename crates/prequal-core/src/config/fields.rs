@@ -30,7 +30,7 @@ impl Fields<'_> {
             // A hostile or broken key may be long, so only its start is shown.
             let shown: String = key.chars().take(64).collect();
             if let Some((_, instead)) = REMOVED.iter().find(|(removed, _)| *removed == key) {
-                self.fail(&shown, format!("was removed: {instead}"));
+                self.fail(&shown, format!("is no longer a field: {instead}"));
                 continue;
             }
             self.fail(&shown, format!("is not a known field; known: {}", known.join(", ")));
@@ -123,5 +123,9 @@ pub(super) fn kind(value: &Value) -> &'static str {
 
 pub(super) fn shorten(value: &Value) -> String {
     let text = value.to_string();
-    if text.len() <= 64 { text } else { format!("{}...", text.chars().take(64).collect::<String>()) }
+    if text.chars().count() <= 64 {
+        text
+    } else {
+        format!("{}...", text.chars().take(64).collect::<String>())
+    }
 }

@@ -21,8 +21,8 @@ pub struct Key {
     pub name: &'static str,
     /// Where the key is allowed.
     pub scope: Scope,
-    /// Whether operators may need it, as is the case for at most 20 keys of the outbound role and all keys of the
-    /// inbound role. The others are for rules other than the default and for experiments.
+    /// Whether operators may need this key in ordinary use: at most 20 keys of the outbound role (a test counts them),
+    /// and all keys of the inbound role. The others are for rules other than the default and for experiments.
     pub everyday: bool,
     /// Another key, and the value that it must have; otherwise this key is refused. `orca` = `text` stands for every
     /// format, and `mode` = `sync` is also met by `route_modes`.
@@ -159,7 +159,7 @@ pub const KEYS: &[Key] = &[
         .at(U32(|s| Some(&mut s.choice.sync.deadline_ms)))
         .needs("mode", "sync")
         .from("§4")
-        .means("maximum time that a request waits for its probes; Envoy's timers add up to 4 ms"),
+        .means("maximum time that a request waits for its probes; Envoy's timers are off by up to 4 ms"),
     both(
         "hint",
         "",
@@ -177,8 +177,8 @@ pub const KEYS: &[Key] = &[
         .with_probes()
         .from("§4: 1000")
         .means(
-            "age at which a report is dropped. Where requests are rare and `budget` is `adaptive`, reports are kept for four \
-             times as many requests as there are replicas, but at most ten times as long",
+                        "age at which a report is dropped. Where requests are rare and `budget` is `adaptive`, a report is kept for the \
+             time in which four requests per replica arrive, but for at most ten times this age",
         ),
     both("target_age_ms", "ms", Whole(1, 60_000))
         .at(U32(target_age_ms))
@@ -201,7 +201,8 @@ pub const KEYS: &[Key] = &[
         .with_probes()
         .from("this project, `docs/design/adr/0004-placement.md`")
         .means(
-            "the probe cluster writes the address that answered into `x-prequal-host`; `true` in the shipped configuration",
+            "set it to `true` if the probe cluster writes the address that answered into `x-prequal-host`, as in the \
+             shipped configuration",
         ),
     both("ejection_failure_share", "share", NumberOrOff(0.02, 1.0))
         .at(F64(|s| Some(&mut s.pool.ejection.failure_share)))
@@ -216,8 +217,8 @@ pub const KEYS: &[Key] = &[
         .with_probes()
         .from("this project, `docs/design/adr/0005-ejection.md`")
         .means(
-            "a replica counts as unresponsive when a request has waited this many times the 90th percentile of latency (or the \
-             99th percentile, if that is longer) plus 50 ms",
+            "a replica counts as unresponsive when a request has waited for 50 ms plus the longer of two times: this many \
+             times the 90th percentile of latency, or the 99th percentile itself",
         ),
     both("slow_start_ms", "ms", Whole(0, 3_600_000))
         .at(U32(|s| Some(&mut s.pool.slow_start_ms)))
@@ -291,8 +292,8 @@ pub const KEYS: &[Key] = &[
         .at(U32(|s| Some(&mut s.pool.discovery_interval_ms)))
         .means(
             "interval between discovery probes. They name no replica; the probe cluster's policy chooses one, which is \
-             how the filter finds new replicas. The interval is shorter above 20 replicas and while replicas come into \
-             use. It is longer where requests are so few that `max_probes_per_query` does not allow as many probes",
+             how the filter finds new replicas. In a fleet of n replicas the interval is at most 4 s / n, but not below \
+             10 ms, and it is shorter while replicas come into use. It is longer where requests are so few that `max_probes_per_query` does not allow as many probes",
         ),
     advanced("idle_probe_interval_ms", "ms", Whole(0, 3_600_000))
         .at(U32(|s| Some(&mut s.probe.idle_interval_ms)))

@@ -72,7 +72,8 @@ impl Config {
     pub fn parse(text: &str) -> Result<Self, ConfigErrors> {
         let mut errors = ConfigErrors(Vec::new());
         if text.len() > MAX_CONFIG {
-            errors.push("configuration", format!("has {} bytes, at most {MAX_CONFIG} are read", text.len()));
+            errors
+                .push("configuration", format!("has {} bytes; at most {MAX_CONFIG} are allowed", text.len()));
             return Err(errors);
         }
         let root = match serde_json::from_str(text) {
@@ -114,13 +115,17 @@ impl FilterConfig {
             config.clusters.iter().enumerate()
         {
             if cluster == probe_cluster {
-                let problem = "must be another cluster: the native policy does not address probes";
+                let problem =
+                    "must differ from `cluster`: the native policy cannot send a probe to a given host";
                 errors.push(&format!("clusters[{index}].probe_cluster"), problem.into());
             }
-            let sync = |mode: Mode| mode == Mode::Sync;
-            if sync(choice.mode) || choice.route_modes.iter().any(|(_, mode)| sync(*mode)) {
-                let problem = "\"sync\" needs the WebAssembly filter; the native module has only \"async\"";
-                errors.push(&format!("clusters[{index}].mode"), problem.into());
+            let routed = choice.route_modes.iter().any(|(_, mode)| *mode == Mode::Sync);
+            for (key, sync) in [("mode", choice.mode == Mode::Sync), ("route_modes", routed)] {
+                if sync {
+                    let problem =
+                        "\"sync\" needs the WebAssembly filter; the native module has only \"async\"";
+                    errors.push(&format!("clusters[{index}].{key}"), problem.into());
+                }
             }
         }
         if errors.0.is_empty() { Ok(config) } else { Err(errors) }
@@ -246,7 +251,7 @@ impl Fields<'_> {
             None => return Vec::new(),
             Some(Value::Array(list)) if list.len() <= MAX_MEMBERS => list,
             Some(other) => {
-                let got = kind(other);
+                let got = other.as_array().map_or(kind(other).into(), |list| list.len().to_string());
                 self.fail(
                     "endpoints",
                     format!("must be a list of at most {MAX_MEMBERS} `ip:port`, got {got}"),
@@ -448,7 +453,7 @@ mod tests {
             let found = errors(&with(&format!(r#""{key}":{value}"#)));
             assert!(
                 found.len() == 1
-                    && found[0].starts_with(&format!("`clusters[0].{key}` was removed: "))
+                    && found[0].starts_with(&format!("`clusters[0].{key}` is no longer a field: "))
                     && found[0].contains(instead),
                 "{found:?}"
             );

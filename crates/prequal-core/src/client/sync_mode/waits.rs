@@ -14,11 +14,11 @@ pub struct Wait<T> {
     pub deadline: Micros,
     /// The answers received.
     pub waiting: Waiting,
-    /// The host's data for resuming the request.
+    /// The embedder's data for resuming the request.
     pub host: T,
 }
 
-/// The waiting requests of one worker, by the number that the host gave each.
+/// The waiting requests of one worker, by the number that the embedder gave each.
 #[derive(Debug)]
 pub struct Waits<T> {
     open: HashMap<u32, Wait<T>>,
@@ -52,7 +52,7 @@ impl<T> Waits<T> {
         self.earliest = Some(self.earliest.map_or(deadline, |earliest| earliest.min(deadline)));
     }
 
-    /// Records that a call of the request has ended. Returns the wait if that ends it.
+    /// Records that a probe of the request has ended. Returns the wait if that ends it.
     pub fn ended(&mut self, request: u32, answer: Option<Answer>) -> Option<(Wait<T>, Ending)> {
         let ending = self.open.get_mut(&request)?.waiting.ended(answer)?;
         Some((self.open.remove(&request)?, ending))
@@ -66,8 +66,10 @@ impl<T> Waits<T> {
             return Vec::new();
         }
         let over = |wait: &Wait<T>| stepped_back || now >= wait.deadline;
-        let expired: Vec<u32> =
+        let mut expired: Vec<u32> =
             self.open.iter().filter(|(_, wait)| over(wait)).map(|(request, _)| *request).collect();
+        // The order of a map is random, and decisions must be repeatable.
+        expired.sort_unstable();
         let expired = expired.iter().filter_map(|request| self.open.remove_entry(request)).collect();
         self.earliest = self.open.values().map(|wait| wait.deadline).min();
         expired
