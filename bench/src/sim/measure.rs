@@ -17,9 +17,11 @@ pub(crate) struct SimSample {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RunRecord {
     pub(crate) samples: Vec<SimSample>,
-    /// In the measured time: addressed probes, discovery probes, and polls of one replica.
+    /// Addressed probes in the measured time.
     pub(crate) probes: u64,
+    /// Discovery probes in the measured time.
     pub(crate) discoveries: u64,
+    /// Polls in the measured time; a poll of *n* servers counts *n* times.
     pub(crate) polls: u64,
     /// Number of picks by branch (cold, hot, fallback), and number of picks whose replica was gone.
     pub(crate) branches: [u64; 3],

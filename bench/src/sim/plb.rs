@@ -640,7 +640,7 @@ fn by_row(title: &str, rows: &[Row], of: fn(&[f64; 9], f64) -> f64, bases: [f64;
 }
 
 fn series(title: &str, runs: &[NetworkRecord]) -> Chart {
-    // Show one seed: all seeds look alike, and a mean over them would hide the course.
+    // Show one seed: all seeds look alike, and a mean over them would hide how the values change over time.
     let seen = &runs[0];
     let buckets = seen.utilisation[0].len();
     // Half-second means, with a label every second.

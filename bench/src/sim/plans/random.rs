@@ -155,9 +155,8 @@ pub(super) fn unseen(length: RunLength) -> Experiment {
         length,
         "unseen",
         "yet more fleets drawn at random, which played no part in any choice",
-        "The 120 fleets after those of `heldout`. No change of the rule was made or judged with them. Two changes \
-            have been made since they were first run: probes while all known servers are saturated, and counting \
-            similar servers as equal in the first two seconds after a cold start.",
+        "The 120 fleets after those of `heldout`. No change of the rule was made or judged with them. The rule \
+            has been changed since they were first run, but not because of them.",
     )
 }
 
