@@ -127,33 +127,39 @@ async fn exchange(to: SocketAddr, bytes: &[u8], pieces: usize, patience: Duratio
     timeout(patience, drain(&mut tcp)).await.ok()
 }
 
-/// Sends a request as users do; returns whether it was answered.
-async fn honest(side: &Side) -> bool {
+/// Sends a request as users do; fails with what came instead of the expected answer.
+async fn honest(side: &Side) -> Result<(), String> {
     let request = b"GET /after HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n";
     let number = CLIENTS.with(|clients| clients.replace(clients.get().wrapping_add(1)));
     let [_, a, b, c] = (number % 0x00ff_0000).to_be_bytes();
     let socket = TcpSocket::new_v4().expect("a socket");
     socket.bind((Ipv4Addr::new(127, a + 1, b, c), 0).into()).expect("an address of loopback");
     let all = async {
-        let mut tcp = socket.connect(side.agent).await.ok()?;
-        tcp.write_all(request).await.ok()?;
-        Some(drain(&mut tcp).await)
+        let mut tcp = socket.connect(side.agent).await.map_err(|error| format!("connect: {error}"))?;
+        tcp.write_all(request).await.map_err(|error| format!("send: {error}"))?;
+        let mut reply = Vec::new();
+        let end = tcp.read_to_end(&mut reply).await;
+        if reply.starts_with(b"HTTP/1.1 200 ") && reply.ends_with(b"hello") {
+            return Ok(());
+        }
+        Err(format!("answered {:?}, then {end:?}", String::from_utf8_lossy(&reply)))
     };
-    let reply = timeout(LIMIT, all).await.ok().flatten().unwrap_or_default();
-    reply.starts_with(b"HTTP/1.1 200 ") && reply.ends_with(b"hello")
+    timeout(LIMIT, all).await.unwrap_or_else(|_| Err(format!("no complete answer within {LIMIT:?}")))
 }
 
 /// Checks that everything from the hostile connection is gone, and that a well-formed request is answered.
 async fn recovers(side: &Side, tries: u32) {
-    let mut answered = false;
-    for _ in 0..tries {
-        answered = honest(side).await;
-        if answered {
+    let mut answered = honest(side).await;
+    for _ in 1..tries {
+        if answered.is_ok() {
             break;
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
+        answered = honest(side).await;
     }
-    assert!(answered, "an honest request failed afterwards");
+    if let Err(reason) = answered {
+        panic!("a well-formed request failed afterwards: {reason}");
+    }
     for wait in 0..2000 {
         if side.load.rif() == 0 {
             return;
