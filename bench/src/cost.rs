@@ -151,7 +151,10 @@ pub(crate) async fn run(cost: &Cost) -> Result<ExitCode> {
 }
 
 fn fleet_size(text: &str) -> Result<usize, String> {
-    text.parse().ok().filter(|size| (17..=20_000).contains(size)).ok_or_else(|| "17 to 20000".to_owned())
+    text.parse()
+        .ok()
+        .filter(|size| (17..=20_000).contains(size))
+        .ok_or_else(|| "must be 17 to 20000".to_owned())
 }
 
 /// Replicas that use almost no CPU time and report their load themselves.

@@ -1,4 +1,4 @@
-//! Network and service together: the demo's Envoy and agents over a fabric of four paths, two of which go bad.
+//! Network and service together: Envoy and agents over a fabric of four paths, two of which go bad.
 //!
 //! Load and Envoy are in namespace `h1` ([`Client`]), agents and backends in `h2` ([`Servers`]), each group in its own
 //! process. There are two kinds of trouble: two paths silently lose every packet, or two paths are slow and mark
@@ -116,7 +116,7 @@ pub(crate) fn run(args: &Plb) -> Result<ExitCode> {
     let p99 = |arm| congestion.of(arm).map_or(f64::NAN, |summary| summary.quantile_ms(0.99));
     let goals = [
         (
-            "a black hole costs fewer failures with plb's set-up than without repathing",
+            "a black hole causes fewer failed requests with plb's set-up than without repathing",
             stuck(&black_hole, Repathing::SetUp) < stuck(&black_hole, Repathing::Off),
         ),
         (

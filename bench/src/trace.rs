@@ -84,13 +84,13 @@ impl Replay {
             (chosen, _) => chosen.to_vec(),
         };
         if let Some(times) = speedups.iter().find(|times| !(0.1..=20.0).contains(*times)) {
-            bail!("--speedup: from 0.1 to 20, not {times}");
+            bail!("--speedup must be from 0.1 to 20, not {times}");
         }
         Ok(speedups)
     }
 
     fn fleet(&self, engine: EngineSpec) -> Result<Fleet> {
-        ensure!((1.0..=100.0).contains(&self.slow), "--slow: from 1 to 100, not {}", self.slow);
+        ensure!((1.0..=100.0).contains(&self.slow), "--slow must be from 1 to 100, not {}", self.slow);
         let replica = |engine| ReplicaSpec::new(Service::Inference { engine, answers: self.answers });
         Ok(Fleet::of(1, replica(engine.faster(self.slow.recip()))).and(REPLICAS - 1, replica(engine)))
     }
@@ -232,6 +232,6 @@ mod tests {
         };
         let slow = fleet("3").unwrap();
         assert_eq!((slow.len(), slow[0], slow[1], slow[11]), (REPLICAS, 111_000.0, 37_000.0, 37_000.0));
-        assert!(fleet("0.5").unwrap_err().to_string().contains("--slow: from 1 to 100"));
+        assert!(fleet("0.5").unwrap_err().to_string().contains("--slow must be from 1 to 100"));
     }
 }

@@ -16,7 +16,7 @@ pub(crate) const PORT: u16 = 8083;
 /// Burns CPU for a while after `POST /burn?seconds=20`; otherwise idle.
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct Args {
-    /// Address for orders
+    /// Address of the control port
     #[arg(long, default_value_t = SocketAddr::from(([0, 0, 0, 0], PORT)))]
     listen: SocketAddr,
 }

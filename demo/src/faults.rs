@@ -55,7 +55,7 @@ impl Fault {
     }
 }
 
-/// Factor of the slow replica.
+/// Factor by which the slow replica's wait grows.
 pub(crate) const SLOW_FACTOR: u32 = 10;
 
 /// Share of a sinkhole's requests that fail at once.

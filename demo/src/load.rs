@@ -38,7 +38,7 @@ pub(crate) struct Args {
     /// Requests a second through each Envoy
     #[arg(long, default_value_t = 220, env = "DEMO_RATE", value_parser = clap::value_parser!(u32).range(1..=5000))]
     rate: u32,
-    /// Stop sending after this many seconds; a restart begins again
+    /// Stop sending after this many seconds; restarting the container starts a new run
     #[arg(long, default_value_t = 3600, env = "DEMO_SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     seconds: u64,
     /// Address on which the figures are read

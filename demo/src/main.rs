@@ -3,7 +3,7 @@
 //! A replica is three containers in one network namespace: `hold` owns the namespace, so that the other two can die and
 //! come back; `service` answers requests; the shipped `probe-agent` is in front of it. `load` sends half of the
 //! requests through each Envoy, `antagonist` burns CPU beside a replica, and `page` collects data, draws it and
-//! switches faults. Users of the filter get none of these programs.
+//! switches faults on. Users of the filter get none of these programs.
 
 use std::process::ExitCode;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! The live page: collects data once a second, serves it, and switches faults.
+//! The live page: collects data once a second, serves it, and switches faults on.
 //!
 //! It sends requests to programs, but never to the container engine. Orders that only the engine can carry out wait
 //! here until `cargo xtask` on the host fetches them. A browser on another site cannot switch anything: an order needs
@@ -84,7 +84,7 @@ impl Page {
         if !of_this_machine(host) {
             return web::text(
                 StatusCode::MISDIRECTED_REQUEST,
-                "this page is for the machine that it runs on\n",
+                "this page can be opened only from the machine on which it runs\n",
             );
         }
         match (&call.method, call.path.as_str()) {

@@ -34,7 +34,7 @@ pub(crate) struct Args {
     /// Address for requests
     #[arg(long, default_value = "127.0.0.1:8081")]
     listen: SocketAddr,
-    /// Address for orders that switch faults on
+    /// Address of the control port, which switches faults on
     #[arg(long, default_value_t = SocketAddr::from(([0, 0, 0, 0], ADMIN_PORT)))]
     admin: SocketAddr,
     /// Minimum wait of every request, ms; an exponentially distributed time with half of this as its mean is added

@@ -1,8 +1,8 @@
 //! Sliding windows over the load generator's results: pure, so that the numbers on the page can be tested.
 //!
-//! A request belongs to the second in which it *ended*, because its outcome is unknown before. A window is the
-//! [`WINDOW`] whole seconds that end with its second. A failed request counts as at least [`FAILED_US`], so failing
-//! early never improves a tail.
+//! A request belongs to the second in which it *ended*, because its outcome is unknown before. A window covers
+//! [`WINDOW`] whole seconds and is named by the last of them. A failed request counts as at least [`FAILED_US`], so
+//! failing early never improves a tail.
 
 use std::collections::VecDeque;
 

@@ -4,7 +4,7 @@ import "math"
 
 // The estimate of how fast the server is, and how much it can serve at once. Follows crates/prequal-core/src/server/capacity.rs. The
 // sums are computed in the order of that file, so that they are rounded alike. Only logarithms and exponentials may differ, in
-// their last digits.
+// their last digits. The constants are documented there.
 
 const (
 	maxKnee      = 512

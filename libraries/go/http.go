@@ -35,7 +35,7 @@ func (l *Load) Handler(next http.Handler) http.Handler {
 			http.Error(w, "not found", http.StatusNotFound)
 		case r.Method != http.MethodGet && r.Method != http.MethodHead:
 			w.Header().Set("Allow", "GET, HEAD")
-			http.Error(w, "probes are GET", http.StatusMethodNotAllowed)
+			http.Error(w, "probes use GET or HEAD", http.StatusMethodNotAllowed)
 		default:
 			l.answer(w, r)
 		}

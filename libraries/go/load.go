@@ -38,7 +38,7 @@ type Config struct {
 	ORCA ORCAFormat
 	// ORCALimit is the number of requests that the server is meant to serve at once. 0 means unknown.
 	ORCALimit uint32
-	// ORCAWindow is the time constant of the means in ORCA reports, at least 100 ms. 0 means 5 s.
+	// ORCAWindow is the time constant of the means in ORCA reports. Values below 100 ms count as 100 ms; 0 means 5 s.
 	ORCAWindow time.Duration
 	// Clock returns the time since a fixed origin, for tests. nil means the system's monotonic clock.
 	Clock func() time.Duration

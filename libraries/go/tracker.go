@@ -27,16 +27,17 @@ const (
 	samples          = 8
 	// Multiple of the expected latency beyond which an overtaken request is very long.
 	long = 10
-	// Number of requests that must have succeeded since such a request was first overtaken.
+	// Number of requests that must have succeeded since a request was first overtaken before it counts as very long.
 	overtaken = 10
 )
 
 // visit is a request in flight.
 type visit struct {
 	arrived uint64
-	// When it last came to the server. Linked visits are in this order.
+	// Time of its arrival, or of its latest return. Linked visits are in this order.
 	since uint64
-	// When it went away, if it is away: a stream, a very long request, or one that waits for its client.
+	// Time since which it does not count as being at the server: a stream, a very long request, or one that waits for its
+	// client.
 	awaySince       uint64
 	away, staysAway bool
 	// Time that it was away before since, microseconds.

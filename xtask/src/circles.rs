@@ -210,7 +210,7 @@ impl Sources {
         for one in uses.iter().filter(|one| circle.contains(&one.from) && circle.contains(&one.to)) {
             names.entry(one.files).or_default().insert(&one.name);
         }
-        let mut text = format!("a circle of {}:", circle.len());
+        let mut text = format!("a circle of {} files:", circle.len());
         for ((from, to), names) in names {
             let names: Vec<&str> = names.into_iter().collect();
             text += &format!("\n  {} uses {}: {}", self.name(from), self.name(to), names.join(", "));
@@ -380,7 +380,7 @@ mod tests {
             ("b.rs", "use super::a; pub struct B; fn f(_: &a::A) {}"),
             ("c.rs", "pub struct C;"),
         ]);
-        assert_eq!(found, ["a circle of 2:\n  a.rs uses b.rs: B\n  b.rs uses a.rs: A"]);
+        assert_eq!(found, ["a circle of 2 files:\n  a.rs uses b.rs: B\n  b.rs uses a.rs: A"]);
     }
 
     #[test]
@@ -391,7 +391,10 @@ mod tests {
             ("shared/deep.rs", ""),
             ("b.rs", "pub fn b() { crate::a::a() }"),
         ]);
-        assert_eq!(found, ["a circle of 2:\n  shared/mod.rs uses b.rs: b\n  b.rs uses shared/mod.rs: a"]);
+        assert_eq!(
+            found,
+            ["a circle of 2 files:\n  shared/mod.rs uses b.rs: b\n  b.rs uses shared/mod.rs: a"]
+        );
     }
 
     #[test]
@@ -405,7 +408,7 @@ mod tests {
             ("e.rs", "pub fn e() { crate::d::d() }"),
         ]);
         let first_lines: Vec<&str> = found.iter().filter_map(|circle| circle.lines().next()).collect();
-        assert_eq!(first_lines, ["a circle of 3:", "a circle of 2:"]);
+        assert_eq!(first_lines, ["a circle of 3 files:", "a circle of 2 files:"]);
     }
 
     #[test]
@@ -426,12 +429,12 @@ mod tests {
         assert!(parts("use super::Right; pub struct Left(Right);", right).is_empty());
         assert_eq!(
             parts("use crate::sync::Sync; pub struct Left(Sync);", right),
-            ["a circle of 2:\n  pool/left.rs uses sync.rs: Sync\n  sync.rs uses pool/right.rs: Right"]
+            ["a circle of 2 files:\n  pool/left.rs uses sync.rs: Sync\n  sync.rs uses pool/right.rs: Right"]
         );
         assert_eq!(
             parts("use super::Right; pub struct Left(Right);", "pub struct Right(Box<crate::pool::Left>);"),
             [
-                "a circle of 2:\n  pool/left.rs uses pool/right.rs: Right\n  pool/right.rs uses pool/left.rs: Left"
+                "a circle of 2 files:\n  pool/left.rs uses pool/right.rs: Right\n  pool/right.rs uses pool/left.rs: Left"
             ]
         );
     }

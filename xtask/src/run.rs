@@ -76,15 +76,15 @@ pub(crate) fn lines(command: &mut Command, mut line: impl FnMut(&str)) -> Result
     Ok(())
 }
 
-/// Builds a program of the workspace as users run it, and returns its file.
+/// Builds a program of the workspace with the release profile, and returns its file.
 pub(crate) fn built_program(name: &str) -> Result<PathBuf> {
     let files = built_programs(&[name])?;
     files.into_iter().next().with_context(|| format!("cargo built no {name}"))
 }
 
-/// Builds programs of the workspace as users run them; returns their files. All are built with the features of the
-/// whole workspace: with only its own package's features, each program would need its dependencies compiled once more.
-/// One command builds all of them, so that one is linked while another is compiled.
+/// Builds programs of the workspace with the release profile; returns their files. All are built with the features of
+/// the whole workspace: with only its own package's features, each program would need its dependencies compiled once
+/// more. One command builds all of them, so that one is linked while another is compiled.
 pub(crate) fn built_programs(names: &[&str]) -> Result<Vec<PathBuf>> {
     let mut command = cargo();
     command.args(["build", "--release", "--workspace"]);

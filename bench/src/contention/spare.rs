@@ -1,6 +1,6 @@
-//! The antagonists' course: how much of its machine each leaves to the replica, over time.
+//! The antagonists' schedule: how much of its machine each leaves to the replica, over time.
 //!
-//! The real antagonists and the simulator follow the same course, which a seed fixes.
+//! The real antagonists and the simulator follow the same schedule, which a seed fixes.
 
 use std::time::Duration;
 

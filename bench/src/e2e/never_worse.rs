@@ -119,7 +119,7 @@ impl FromStr for ReplicaGroup {
 
 fn load(text: &str) -> Result<f64> {
     let load: f64 = text.parse().with_context(|| format!("`{text}` is not a number"))?;
-    ensure!(load > 0.0 && load < 1.0, "above 0 and below 1: from 1 on the queues only grow");
+    ensure!(load > 0.0 && load < 1.0, "a load must be above 0 and below 1; from 1 on, the queues only grow");
     Ok(load)
 }
 

@@ -52,7 +52,7 @@ fn scenario(name: &str, shape: Shape, slow: u16, seconds: Duration) -> Result<Sc
     let rate = shape.per_second().round();
     ensure!(
         (1.0..=10_000.0).contains(&rate),
-        "--envoys times --per-envoy is from 1 to 10000 requests a second in all, not {rate}"
+        "--envoys times --per-envoy must be 1 to 10000 requests a second, not {rate}"
     );
     let mean_ms = shape.service_ms(slow);
     let replica =

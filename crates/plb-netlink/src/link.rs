@@ -49,7 +49,10 @@ pub fn named(name: &str) -> Result<Device> {
     let index = sys::device_index(name).ok();
     devices.iter().find(|device| Some(device.index) == index).cloned().ok_or_else(|| {
         let there: Vec<&str> = devices.iter().map(|device| device.name.as_str()).collect();
-        Error::Gone(format!("no device `{name}` in this network namespace; there are: {}", there.join(", ")))
+        Error::Gone(format!(
+            "no device `{name}` in this network namespace; existing devices: {}",
+            there.join(", ")
+        ))
     })
 }
 

@@ -178,8 +178,8 @@ pub fn lint(host: &Host) -> Vec<Finding> {
                     "PLB is on, but nothing here uses a congestion control with PLB hooks (default: {})",
                     host.congestion
                 ),
-                "use dctcp: per route (`plb route set PREFIX --congestion dctcp`), per Envoy (`plb envoy`), or as \
-                 default, set in the initial namespace first; or `plb run`",
+                "use dctcp for a route (`plb route set PREFIX --congestion dctcp`), for Envoy's sockets (`plb envoy`), \
+                 or as the default (set it in the initial network namespace first); or use `plb run`",
             );
         }
         if host.explicit_labels > 0 {
@@ -208,7 +208,7 @@ pub fn lint(host: &Host) -> Vec<Finding> {
             "ecn",
             Problem,
             format!("net.ipv4.tcp_ecn={}: connections from this host do not request ECN", host.tcp_ecn),
-            "set it to 1 (with 3 to 5, AccECN, a peer at 2 negotiated no ECN), or `plb route set PREFIX --ecn on`",
+            "set it to 1 (with 3 to 5, which request AccECN, a peer whose tcp_ecn is 2 did not negotiate ECN), or `plb route set PREFIX --ecn on`",
         );
     }
     if host.available.iter().any(|name| hooks(name)) && !host.unrestricted.iter().any(|name| hooks(name)) {
@@ -347,7 +347,7 @@ pub fn lint(host: &Host) -> Vec<Finding> {
         add(
             "counter-without-move",
             Problem,
-            "TCPPLBRehash rises while net.core.txrehash=0: it counts requests, not moves".to_owned(),
+            "TCPPLBRehash is above 0 although net.core.txrehash=0: it counts requests, not moves".to_owned(),
             "set net.core.txrehash=1; look at labels on the wire or at bytes per path, not at this counter",
         );
     }

@@ -7,8 +7,8 @@ use std::os::fd::{AsFd as _, OwnedFd};
 
 use crate::{Error, Result, sys};
 
-/// Duplicates descriptor `fd` of process `pid`. The duplicate is the same socket, so options set on it affect the
-/// owner's.
+/// Duplicates descriptor `fd` of process `pid`. The duplicate is the same socket, so options set on it take effect for
+/// the owner too.
 ///
 /// # Errors
 /// [`Error::Gone`] for a process or descriptor that does not exist.

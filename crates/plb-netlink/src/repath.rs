@@ -47,12 +47,14 @@ impl Reason {
     pub fn cure(&self) -> &'static str {
         match self {
             Self::Ipv4 => "use IPv6 between these hosts",
-            Self::Local => "nothing: no network is involved",
+            Self::Local => "nothing to fix: the connection crosses no network",
             Self::ExplicitLabel(_) => "`plb unpin PID:FD`, or do not set a label",
             Self::NoAutomaticLabel => "`plb unpin PID:FD`; set net.ipv6.auto_flowlabels=1",
             Self::TxRehashOff => "`plb unpin PID:FD`; set net.core.txrehash=1 for new sockets",
             Self::NoHooks(_) => "use dctcp (`plb route set`, `plb envoy`), or `plb run`",
-            Self::NoEcn => "net.ipv4.tcp_ecn=1 on the sender; a DCTCP peer needs a DCTCP listener",
+            Self::NoEcn => {
+                "net.ipv4.tcp_ecn=1 on the sender; a listener must use dctcp to accept ECN from a DCTCP sender"
+            }
             Self::PlbOff => "`plb set --enabled on`",
             Self::NoPlb => "Linux 6.2 or later, or `plb run`",
         }

@@ -49,7 +49,9 @@ impl std::str::FromStr for Prefix {
     /// Parses `default`, `ADDRESS/LENGTH` or `ADDRESS` (128 bits).
     fn from_str(text: &str) -> Result<Self> {
         let bad = || {
-            Error::Invalid(format!("`{text}` is not an IPv6 prefix: `default`, ADDRESS or ADDRESS/0 to 128"))
+            Error::Invalid(format!(
+                "`{text}` is not an IPv6 prefix: `default`, ADDRESS or ADDRESS/LENGTH (length 0 to 128)"
+            ))
         };
         if text == "default" {
             return Ok(Self { address: Ipv6Addr::UNSPECIFIED, length: 0 });

@@ -193,7 +193,7 @@ pub(crate) fn unknown_congestion(name: &str) -> Error {
     Error::Unsupported {
         what: format!("no congestion control `{name}` here"),
         cure: format!(
-            "`modprobe tcp_{name}` as root, if the kernel has that module; there are: {}",
+            "`modprobe tcp_{name}` as root, if the kernel has that module; available: {}",
             sysctl::congestion_controls().unwrap_or_default().join(", ")
         ),
     }

@@ -38,7 +38,7 @@ use crate::read;
 /// resources for LDS or CDS, or Istio's manifests (WasmPlugin, TrafficExtension). The output of
 /// /config_dump?include_eds also has the endpoints from EDS, which are then compared between each cluster and its probe
 /// cluster. The configuration may use the filter or the native module (docs/guide/native.md). Reports each mistake with
-/// a code (docs/reference/prequal.md), its place in the file, its effect on users, and the cure.
+/// a code (docs/reference/prequal.md), its place in the file, its effect on users, and the fix.
 ///
 /// It does not replace `envoy --mode validate`, which shows whether Envoy accepts the file at all.
 #[derive(clap::Args)]
@@ -47,7 +47,7 @@ Exit code: 0 no errors (warnings and hints are possible), 1 errors, 2 the file c
 
 Examples:
   prequal check envoy.yaml
-  curl -s http://127.0.0.1:9901/config_dump?include_eds | prequal check -
+  curl -s 'http://127.0.0.1:9901/config_dump?include_eds' | prequal check -
   kubectl get wasmplugins -A -o yaml | prequal check -
   prequal check --json envoy.yaml | jq -r '.findings[].code'")]
 pub(crate) struct Args {
@@ -142,7 +142,7 @@ pub(crate) fn check(root: &Value, must_be_dump: bool) -> Result<Vec<Finding>> {
         let filter = filters::check(&source, &mut findings);
         let native = native::check(&source, &mut findings);
         if !filter && !native && !source.report_unseen_listeners(&mut findings) {
-            findings.push(FILTER_MISSING, "", format!("{} listeners", source.listeners.len()));
+            findings.push(FILTER_MISSING, "", format!("listeners: {}", source.listeners.len()));
         }
     }
     findings.0.sort_by_key(|finding| finding.code.level);

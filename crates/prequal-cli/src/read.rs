@@ -49,7 +49,7 @@ pub(crate) fn text(text: &str) -> Result<Value> {
     refuse_deep_flow(text)?;
     let document = yaml_serde::Deserializer::from_str(text).next().context("it is empty")?;
     let room = Cell::new(MAX_VALUES);
-    let value = Tree(&room).deserialize(document).context("it is neither YAML nor JSON")?;
+    let value = Tree(&room).deserialize(document).context("it cannot be read as YAML or JSON")?;
     ensure!(!value.is_null(), "it is empty");
     Ok(snake(value))
 }
@@ -64,7 +64,8 @@ pub(crate) fn documents(text: &str) -> Result<Vec<Value>> {
     let mut documents = Vec::new();
     for (index, document) in yaml_serde::Deserializer::from_str(text).enumerate() {
         let value = Tree(&room).deserialize(document);
-        let value = value.with_context(|| format!("document {} is neither YAML nor JSON", index + 1))?;
+        let value =
+            value.with_context(|| format!("document {} cannot be read as YAML or JSON", index + 1))?;
         if !value.is_null() {
             documents.push(value);
         }

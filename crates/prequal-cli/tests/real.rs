@@ -353,7 +353,10 @@ fn top_reports_unreadable_admins() -> Result {
         assert!(text(&output.stderr).contains("this is not Envoy's admin"), "{output:?}");
     }
     for (config, why) in [
-        (EnvoyConfig::shipped()?.without_prequal(), "the filter is not loaded"),
+        (
+            EnvoyConfig::shipped()?.without_prequal(),
+            "neither Prequal's filter nor its native module is active",
+        ),
         (EnvoyConfig::inbound("127.0.0.1:1".parse()?)?, "the inbound role"),
     ] {
         let envoy = Envoy::start(config)?;

@@ -1,11 +1,10 @@
 //! The Prequal algorithm without side effects: events go in, decisions come out.
 //!
-//! This crate is the only place that implements the rules of the paper (Wydrowski et al., NSDI '24, "Load is not
-//! what you should balance"). The Envoy filter, the agent and the benchmarks are adapters around these types.
-//! The crate reads no clock, draws no randomness of its own, performs no I/O and keeps no globals: callers pass
-//! `now` and an `Rng`, so every decision can be replayed from its inputs.
-//!
-//! The folders are the two sides and what lies between them. [`client`] and [`server`] do not use each other.
+//! This crate is the only place that implements the rules of the paper (Wydrowski et al., NSDI '24, "Load is not what
+//! you should balance"). The Envoy filter, the agent and the benchmarks are adapters around these types. The crate
+//! reads no clock, draws no randomness of its own, performs no I/O and keeps no globals: callers pass `now` and an
+//! `Rng`, so every decision can be replayed from its inputs. There is one module for each side, and there are modules
+//! for what the two sides share. [`client`] and [`server`] do not use each other.
 //!
 //! | module | contents |
 //! |---|---|

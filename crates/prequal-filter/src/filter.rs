@@ -66,8 +66,8 @@ impl Filter {
         let clusters = config.clusters.into_iter();
         let clusters: Vec<Cluster> =
             clusters.map(|cluster| Cluster::new(root_name, cluster, shim, now)).collect();
-        // Workers start within milliseconds of each other, so seeds from the time alone could give them the same
-        // sequence.
+        // The root id and the address distinguish the roots of one VM. Workers, each with a VM of its own, are
+        // distinguished by the microsecond in which they start.
         let seed = now.0 ^ (u64::from(root_id) << 48) ^ ((&raw const clusters as u64) << 20);
         Self {
             root_id,

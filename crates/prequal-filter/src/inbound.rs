@@ -62,7 +62,7 @@ impl Inbound {
             reply(
                 503,
                 &[],
-                b"this address is not an `ip:port`, or too many replicas are counted: set `endpoint`\n",
+                                b"the address of this connection is not an `ip:port` (set `endpoint`), or too many replicas are counted already\n",
             );
             return;
         };

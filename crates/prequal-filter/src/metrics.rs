@@ -153,7 +153,8 @@ impl Counters for BlobCounters {
 pub(crate) struct Metrics {
     requests: Rc<Requests>,
     pub(crate) sent: Counter,
-    /// Probes that Envoy refused to send: the circuit breaker was full, or there was no host or no such cluster.
+    /// Probes that were not sent: Envoy refused them (the circuit breaker was full, or there was no host or no such
+    /// cluster), or too many were in flight.
     pub(crate) undispatched: Counter,
     probes: [Counter; 17],
     waits: [Counter; 5],
@@ -178,7 +179,8 @@ pub(crate) struct Metrics {
     ejected: Gauge,
     /// Replicas without an agent.
     agentless: Gauge,
-    /// 1 while ejection is suspended because more than half of the fleet would have to be ejected.
+    /// 1 while more than half of the replicas would be ejected (then none is), or have recently failed at least half of
+    /// their requests.
     panic: Gauge,
 }
 

@@ -32,7 +32,7 @@ pub(crate) struct Root {
     /// State of the inbound role. A root has either this or `filter`.
     inbound: Option<Rc<Inbound>>,
     probes: Probes,
-    /// Time of the tick that [`Self::arm`] scheduled last; `None` before the first one.
+    /// Time of the tick that [`Self::arm`] has scheduled; `None` before the first one, and in a tick until `arm` runs.
     ticks_at: Option<Micros>,
     slow_ticked: Option<Micros>,
 }

@@ -43,7 +43,7 @@ pub(crate) fn seed<B: Blob>(key: &str) {
 }
 
 /// Reads and changes a blob; see [`cas::update`]. The second value is true if the blob was written. Otherwise the
-/// change is lost, but the request continues.
+/// change asked for no write, or was lost in conflicts; the request continues in either case.
 pub(crate) fn update<B: Blob, T>(
     key: &str,
     counters: &BlobCounters,

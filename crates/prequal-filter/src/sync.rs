@@ -1,9 +1,9 @@
 //! Synchronous mode: requests that wait for their own probes (`docs/design/adr/0006-sync-mode.md`).
 //!
 //! A stream leaves an [`Ask`] for the root, and wakes the root. If the root begins a wait, the stream pauses. The root
-//! owns the calls and the waits. When a wait is over, the root places the request (chooses its replica) and resumes it.
-//! A stream that ends first removes its wait, so a dead stream is never resumed. If the calls of a request cannot be
-//! sent, no wait begins, so no request is left hanging.
+//! owns the probes and the waits. When a wait is over, the root places the request (chooses its replica) and resumes
+//! it. A stream that ends first removes its wait, so a dead stream is never resumed. If the probes of a request cannot
+//! be sent, no wait begins, so no request is left hanging.
 
 use prequal_core::client::sync_mode::{Answer, Ending, Wait};
 use prequal_core::shared::time::Micros;
@@ -14,7 +14,7 @@ use crate::metrics::WaitEnd;
 use crate::probes::{Call, Probes};
 use crate::steer::steer;
 
-/// Margin by which a call outlasts the deadline: Envoy's timers are off by up to 4 ms either way.
+/// Margin by which a probe's timeout exceeds the deadline: Envoy's timers are off by up to 4 ms in either direction.
 const TIMER_SLACK_MS: u64 = 10;
 
 /// Sends the probes of a request that asks to wait. Returns true if the request waits. No wait begins if fewer than two

@@ -155,7 +155,7 @@ impl Attempt {
     /// Handles the destruction of the filter: pairs the attempt with its log entry.
     pub(crate) fn destroyed(self) {
         let endings = Rc::clone(&self.endings);
-        let flags = destroyed(&endings);
+        let flags = take_flags(&endings);
         if self.complete || flags.is_some() || envoy::logs_first() {
             self.ended(flags.unwrap_or(0));
         } else {
@@ -182,11 +182,12 @@ impl Attempt {
 
 /// Handles the destruction of a filter whose attempt went to a host that this module's policy did not choose.
 pub(crate) fn destroyed_without_a_choice(cluster: &str) {
-    destroyed(&endings_of(cluster));
+    take_flags(&endings_of(cluster));
 }
 
-/// Returns the response flags of the attempt whose filter is being destroyed, if its log entry has arrived.
-fn destroyed(endings: &RefCell<Endings>) -> Option<u64> {
+/// Returns the response flags of the attempt whose filter is being destroyed, if its log entry has arrived. Ends an
+/// attempt that still waits for its log entry, because none will come.
+fn take_flags(endings: &RefCell<Endings>) -> Option<u64> {
     let (before, flags) = {
         let Endings { logged, waiting } = &mut *endings.borrow_mut();
         // Old entries belong to attempts without a filter of this module.

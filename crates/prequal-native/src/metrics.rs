@@ -31,7 +31,7 @@ const EJECTIONS: usize = PROBES + labels::PROBES.len();
 const RETURNED: usize = EJECTIONS + labels::REASONS.len();
 /// Probes that were sent.
 pub(crate) const SENT: usize = RETURNED + labels::REASONS.len();
-/// Probes that Envoy refused to send.
+/// Probes that were not sent, because Envoy refused them or too many were in flight.
 pub(crate) const UNDISPATCHED: usize = SENT + 1;
 
 /// Counters without labels other than the cluster.

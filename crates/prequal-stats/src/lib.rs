@@ -24,8 +24,8 @@ pub struct Sample<'a> {
     pub value: u64,
 }
 
-/// Returns the samples in a text in the format of `/stats`. Lines that are not the filter's counters or gauges are
-/// skipped, including histograms.
+/// Returns the counters and gauges of clusters in a text in the format of `/stats`. All other lines are skipped,
+/// including histograms and the metrics of the inbound role.
 pub fn samples(text: &str) -> impl Iterator<Item = Sample<'_>> {
     text.lines().filter_map(sample)
 }

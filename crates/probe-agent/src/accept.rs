@@ -21,7 +21,7 @@ pub(crate) struct Door {
     pub(crate) room: Option<Arc<Semaphore>>,
 }
 
-/// Connection that has been accepted. Held until the connection is over.
+/// Token of an accepted connection: until it is dropped, the connection counts as open and keeps its permit.
 pub(crate) struct Admitted {
     _open: OpenConnection,
     _room: Option<OwnedSemaphorePermit>,
@@ -51,8 +51,8 @@ impl Door {
 }
 
 /// Accepts until `stop`. Connections that the system had accepted by then are served too, because closing the listener
-/// would reset them. Serves no more of them than the backlog holds: otherwise, clients that never stop connecting would
-/// keep the agent from draining.
+/// would reset them, unless the limit on connections is reached. Serves no more of them than the backlog holds:
+/// otherwise, clients that never stop connecting would keep the agent from draining.
 pub(crate) async fn accept(
     listener: Listener,
     door: Door,

@@ -35,7 +35,7 @@ pub(crate) struct Replica {
 impl Page {
     pub(crate) async fn answer(&self, method: &Method, path: &str) -> Response<Bytes> {
         if !matches!(*method, Method::GET | Method::HEAD) {
-            return plain(StatusCode::METHOD_NOT_ALLOWED, "GET only\n");
+            return plain(StatusCode::METHOD_NOT_ALLOWED, "GET or HEAD only\n");
         }
         match path {
             "/healthz" | "/readyz" if self.draining.load(Ordering::Relaxed) => {
@@ -62,7 +62,7 @@ impl Page {
                 let which =
                     if self.replicas.len() > 1 { format!(" of {}", replica.name) } else { String::new() };
                 let mut response = plain(StatusCode::SERVICE_UNAVAILABLE, "");
-                *response.body_mut() = format!("backend{which} {reason}\n").into();
+                *response.body_mut() = format!("backend{which}: {reason}\n").into();
                 return response;
             }
         }
@@ -102,18 +102,23 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
             out,
             name,
             "gauge",
-            "How long a request takes while none waits; absent until one has been served.",
+            "How long a request takes while none waits; absent until a request has been served.",
         )?;
         writeln!(out, "{name} {}", seconds(base_us.into()))?;
         head(
             out,
             "prequal_agent_knee",
             "gauge",
-            "Requests in flight beyond which further requests only wait; absent until one has been served.",
+            "Requests in flight beyond which further requests only wait; absent until a request has been served.",
         )?;
         writeln!(out, "prequal_agent_knee {knee}")?;
         let name = "prequal_agent_knee_open";
-        head(out, name, "gauge", "1 while requests beyond the knee do not wait: the knee may be higher.")?;
+        head(
+            out,
+            name,
+            "gauge",
+            "1 while requests beyond the estimated knee do not wait, so the true knee may be higher.",
+        )?;
         writeln!(out, "{name} {}", u8::from(open))?;
     }
     head(
@@ -127,7 +132,7 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
         out,
         "prequal_agent_up_seconds",
         "gauge",
-        "Seconds since the backend last became reachable; 0 while it is not.",
+        "Seconds since the backend last became reachable; 0 while it refuses connections.",
     )?;
     writeln!(out, "prequal_agent_up_seconds {}", load.up_s())?;
     head(

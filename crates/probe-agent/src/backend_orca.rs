@@ -30,7 +30,7 @@ impl FromStr for FromBackend {
 }
 
 impl FromBackend {
-    /// Asks for a report with a request, unless its client already does. Returns whether the agent asked.
+    /// Adds the header that asks for a report to `request`, unless the client has set it. Returns whether it was added.
     pub(crate) fn ask(&self, request: &mut HeaderMap) -> bool {
         let asks = !request.contains_key(&ASKS);
         if asks {

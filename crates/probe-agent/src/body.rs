@@ -1,4 +1,4 @@
-//! Response body that ends a request and decides its outcome.
+//! Response body that records the end and the outcome of its request.
 //!
 //! | event | outcome |
 //! |---|---|
@@ -25,14 +25,14 @@ use prequal_core::shared::outcome::grpc_blames_server;
 
 use crate::load::InFlight;
 
-/// Time after the first response message beyond which an open gRPC call is a stream.
+/// How long a gRPC call may stay open after its first response message before it counts as a stream.
 pub const GRPC_UNARY_TAIL: Duration = Duration::from_secs(1);
 
 /// Length above which a body of known length counts as a large download, bytes.
 const LARGE_BODY: u64 = 1 << 20;
 
 pin_project! {
-    /// Response body that ends its request when it ends or is dropped.
+    /// Response body that records the end of its request when it ends or is dropped.
     pub struct TrackedBody<B> {
         #[pin]
         inner: B,

@@ -69,7 +69,7 @@ pub struct Cli {
           value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     hint_cache: u32,
 
-    /// Divide the load in the reply to such a probe by this number, 1 to 1000
+    /// Divide the load in replies to probes whose query hint is remembered by this number, 1 to 1000
     #[arg(long, value_name = "N", default_value_t = 10, env = "PROBE_AGENT_HINT_DIVISOR", requires = "hint_cache",
           value_parser = clap::value_parser!(u32).range(1..=1000))]
     hint_divisor: u32,
@@ -83,7 +83,7 @@ pub struct Cli {
           value_parser = requests)]
     netflix_utilization: Option<NonZeroU32>,
 
-    /// Send this target utilisation as `target=` in that header, in percent, 1 to 100
+    /// Send this target utilisation as `target=` in X-Netflix.server.utilization, in percent, 1 to 100
     #[arg(long, value_name = "PERCENT", env = "PROBE_AGENT_NETFLIX_TARGET", requires = "netflix_utilization",
           value_parser = clap::value_parser!(u32).range(1..=100))]
     netflix_target: Option<u32>,
@@ -103,9 +103,9 @@ pub struct Cli {
           value_parser = clap::value_parser!(u32).range(0..=100_000))]
     orca_streams: u32,
 
-    /// Number of requests that the backend is meant to serve at once, 1 to 1000000. ORCA utilisation is relative to
-    /// this number while the knee is unknown, and to the larger of this number and the estimated knee while the knee
-    /// may be higher; default: always relative to the estimated knee
+    /// Make ORCA utilisation relative to this number of concurrent requests, 1 to 1000000, while the knee (how many the
+    /// backend serves at once) is unknown; while the knee may be higher than estimated, the larger of this number and
+    /// the estimate counts, otherwise the estimate; default: always the estimate
     #[arg(long, value_name = "N", env = "PROBE_AGENT_ORCA_LIMIT", value_parser = requests)]
     orca_limit: Option<NonZeroU32>,
 
@@ -119,7 +119,7 @@ pub struct Cli {
     #[arg(long, value_name = "METRIC", env = "PROBE_AGENT_ORCA_FROM_BACKEND")]
     orca_from_backend: Option<FromBackend>,
 
-    /// Also call the OpenRcaService of a gRPC backend for a stream of such reports with this interval, 100 to 3600000;
+    /// Also call the OpenRcaService of a gRPC backend for a stream of load reports with this interval, 100 to 3600000;
     /// default: no stream
     #[arg(long, value_name = "MS", env = "PROBE_AGENT_ORCA_BACKEND_STREAM_MS", requires = "orca_from_backend",
           value_parser = clap::value_parser!(u64).range(100..=3_600_000))]
@@ -193,7 +193,7 @@ pub struct Cli {
           value_parser = clap::value_parser!(u64).range(1..=600_000))]
     header_timeout_ms: u64,
 
-    /// Close connections that have had nothing in flight for about this long, 1000 to 86400000
+    /// Close connections that have had nothing in flight for this long, or up to a quarter longer, 1000 to 86400000
     #[arg(long, value_name = "MS", default_value_t = 3_600_000, env = "PROBE_AGENT_IDLE_TIMEOUT_MS",
           value_parser = clap::value_parser!(u64).range(1_000..=86_400_000))]
     idle_timeout_ms: u64,

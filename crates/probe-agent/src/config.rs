@@ -201,8 +201,8 @@ pub struct Limits {
     /// Time from the first byte of a request head to its end, after which the connection is closed. The request message
     /// of an ORCA stream has the same limit. Default 10 s.
     pub header_timeout: Duration,
-    /// Approximate time after which a connection with nothing in flight is closed. Default 1 h, like the idle timeout
-    /// of Envoy's upstream connections, so that the client closes first.
+    /// Time for which a connection must have had nothing in flight before it is closed; it may take a quarter longer.
+    /// Default 1 h, the idle timeout of Envoy's upstream connections, so that Envoy closes first.
     pub idle_timeout: Duration,
     /// Time after which a connection on which nothing was ever sent is closed. Default 60 s.
     pub silent_timeout: Duration,

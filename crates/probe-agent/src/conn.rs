@@ -240,7 +240,7 @@ fn check_framing(head: &[u8]) -> Result<(), &'static str> {
     }
     // If a chunked request was pipelined behind another request's body, its head was not captured, and it is refused.
     // No common client sends such requests.
-    if chunked { Ok(()) } else { Err("chunked request pipelined") }
+    if chunked { Ok(()) } else { Err("a chunked request must not be pipelined behind a request with a body") }
 }
 
 /// Connection as hyper reads and writes it.

@@ -46,8 +46,8 @@ pub struct PrequalLayer {
 }
 
 impl PrequalLayer {
-    /// Creates a layer that reports `load` on probes and on every response, as the replica that clients know as
-    /// `endpoint`.
+    /// Creates a layer that reports `load` in replies to probes and on every response. Reports name the replica by
+    /// `endpoint`, the address under which clients know it.
     pub fn new(load: Load, endpoint: Endpoint) -> Self {
         let reporter =
             Reporter { load, report: Report::Always, hints: None, utilization: None, orca: Orca::default() };

@@ -127,8 +127,8 @@ impl Patrol {
         Arc::ptr_eq(&self.leash, leash)
     }
 
-    /// Cuts the request if it is over a limit, and returns the reason. `elsewhere` counts what moved on the connection
-    /// itself.
+    /// Cuts the request if it is over a limit, and returns the reason. `elsewhere` is the number of completed writes to
+    /// the client; they count as movement too.
     pub(crate) fn look(&mut self, elsewhere: u64) -> Option<Event> {
         let now = Instant::now();
         let moved = self.leash.moved.load(Ordering::Relaxed).wrapping_add(elsewhere);

@@ -5,8 +5,8 @@
 //!   `plb`, all on by default);
 //! - inside an application built on tower: [`layer::PrequalLayer`], which needs none of these features.
 //!
-//! In both, a [`load::Load`] counts the requests and [`body::TrackedBody`] ends them. The latency estimator is
-//! [`prequal_core::server::tracker`]. This crate does not choose replicas: clients do.
+//! In both, a [`load::Load`] counts the requests, and [`body::TrackedBody`] records how each of them ends. The latency
+//! estimator is [`prequal_core::server::tracker`]. This crate does not choose replicas: clients do.
 //!
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]

@@ -109,7 +109,8 @@ impl Load {
         *self.0.backend.borrow() == Backend::Ready
     }
 
-    /// Returns for how long the replica has been able to serve, seconds; 0 while it cannot.
+    /// Returns the time since the backend last became reachable, seconds; 0 while it refuses connections. A failed
+    /// readiness check does not reset it.
     pub fn up_s(&self) -> u32 {
         let now = self.now();
         self.replica().up_s(now)

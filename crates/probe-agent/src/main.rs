@@ -50,7 +50,7 @@ fn run(cli: Cli, log: &Log) -> anyhow::Result<u32> {
                     _ = terminate.recv() => {}
                     _ = interrupt.recv() => {}
                 }
-                second.say("second signal, not waiting for requests in flight");
+                second.say("second signal: exiting without waiting for requests in flight");
                 std::process::exit(1);
             });
         };

@@ -157,7 +157,7 @@ fn interval(message: &[u8]) -> Result<Duration, Refusal> {
         (Ok(seconds), Ok(nanos)) if nanos < 1_000_000_000 => {
             Ok(Duration::new(seconds, nanos).clamp(MIN_INTERVAL, MAX_INTERVAL))
         }
-        _ => Err(Refusal("3", "report_interval must not be negative")),
+        _ => Err(Refusal("3", "report_interval is not a valid duration")),
     }
 }
 

@@ -19,9 +19,8 @@ pub struct Orca {
     /// Responses that carry the report. Default all.
     pub class: OrcaClass,
     /// Number of requests that the replica is meant to serve at once. While the knee is unknown,
-    /// `application_utilization` is relative to this number. While the knee may be above its estimate, it is relative
-    /// to the larger of the two. Otherwise it is relative to the knee. `None`: always relative to the estimate, once
-    /// there is one.
+    /// `application_utilization` is relative to this number. While the knee may be higher than estimated, the larger of
+    /// this number and the estimate counts, otherwise the estimate. `None`: always the estimate, once there is one.
     pub limit: Option<NonZeroU32>,
     /// Time constant of the moving averages of rates and utilisation, at least 100 ms. Default 5 s.
     pub window: Duration,

@@ -52,7 +52,7 @@ pub(crate) fn header_value(report: &LoadReport, divisor: u32) -> Option<HeaderVa
 
 /// Returns the reply to a probe with a method other than GET or HEAD.
 pub(crate) fn method_not_allowed() -> Response<Bytes> {
-    let mut response = plain(StatusCode::METHOD_NOT_ALLOWED, "probes are GET\n");
+    let mut response = plain(StatusCode::METHOD_NOT_ALLOWED, "probes use GET or HEAD\n");
     response.headers_mut().insert(header::ALLOW, HeaderValue::from_static("GET, HEAD"));
     response
 }

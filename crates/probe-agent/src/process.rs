@@ -1,5 +1,5 @@
-//! Host resources that the agent's process uses, under the names that every Prometheus client uses. The values are read
-//! from `/proc` for each page. Those that cannot be read are left out.
+//! Host resources that the agent's process uses, under the names that Prometheus client libraries use. The values are
+//! read from `/proc` for each page. Those that cannot be read are left out.
 
 use std::fmt::Write as _;
 use std::fs;

@@ -156,7 +156,7 @@ async fn answer(
         Route::NotFound => return Ok(own(probe::plain(StatusCode::NOT_FOUND, "not found\n"), busy)),
     }
     if req.method() == Method::CONNECT && req.extensions().get::<Protocol>().is_none() {
-        return Ok(own(probe::plain(StatusCode::METHOD_NOT_ALLOWED, "no tunnels\n"), busy));
+        return Ok(own(probe::plain(StatusCode::METHOD_NOT_ALLOWED, "CONNECT is not supported\n"), busy));
     }
     if let Some(oob) = conn.shared.oob.as_ref().filter(|oob| oob.is_for(&req)) {
         let response = Box::pin(oob.serve(req, load, conn.endpoint, conn.life.clone())).await;

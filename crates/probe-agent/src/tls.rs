@@ -53,7 +53,7 @@ pub enum TlsError {
     },
     /// The system has no bundle of authorities that can be read.
     #[error(
-        "no CA certificates found on this system (SSL_CERT_FILE, SSL_CERT_DIR, or where OpenSSL has them{}): set --upstream-ca",
+        "no CA certificates found in SSL_CERT_FILE, in SSL_CERT_DIR or in OpenSSL's default locations{}: set --upstream-ca",
         reasons.iter().map(|reason| format!("; {reason}")).collect::<String>()
     )]
     NoSystemRoots {
@@ -61,7 +61,7 @@ pub enum TlsError {
         reasons: Vec<String>,
     },
     /// The CA certificates of clients cannot be used to verify them.
-    #[error("CA certificates of clients in {}", path.display())]
+    #[error("cannot verify clients with the CA certificates in {}", path.display())]
     Clients {
         /// Path of the file.
         path: PathBuf,
@@ -74,8 +74,8 @@ pub enum TlsError {
     /// The name to verify is neither a DNS name nor an address.
     #[error("`{0}` is neither a DNS name nor an IP address")]
     Name(String),
-    /// The system failed while reading files.
-    #[error("reading")]
+    /// The task that reads the files failed.
+    #[error("the task that reads the files failed")]
     Io(#[from] io::Error),
 }
 

@@ -85,7 +85,7 @@ const FAMILIES: [Family; 7] = [
     ),
     Family(
         "prequal_agent_access_log_lost_total",
-        "Lines of the access log that standard output did not accept at all or in time.",
+        "Lines of the access log that were lost because standard output failed or was too slow.",
         "",
         &[(Event::AccessLost, "")],
     ),

@@ -16,7 +16,7 @@ const RATES_OVER: usize = 5;
 /// A fault that is over at once is shown for this long.
 const SHOWN: Duration = Duration::from_secs(3);
 
-/// Below this part of an equal share a replica is shown as avoided.
+/// A replica is shown as avoided if its share is below this fraction of an equal share.
 const AVOIDED: f64 = 0.05;
 
 /// A fault that was switched on.

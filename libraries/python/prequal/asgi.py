@@ -43,7 +43,7 @@ class Middleware:
             elif path != PROBE_PATH:
                 await plain(send, 404, b"not found\n")
             elif scope["method"] not in ("GET", "HEAD"):
-                await plain(send, 405, b"probes are GET\n", (b"allow", b"GET, HEAD"))
+                await plain(send, 405, b"probes use GET or HEAD\n", (b"allow", b"GET, HEAD"))
             else:
                 await self._answer(scope, send)
 

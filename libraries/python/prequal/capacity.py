@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from .recent import Beyond, FastRun
 
+# The constants of crates/prequal-core/src/server/capacity.rs, which documents them.
 MAX_LATENCY_US = 3_600_000_000
 MAX_KNEE = 512
 FADES_US = 6e6

@@ -17,7 +17,7 @@ BUCKETS = 128
 SAMPLES = 8
 #: Multiple of the expected latency beyond which an overtaken request is very long.
 LONG = 10.0
-#: Number of requests that must have succeeded since such a request was first overtaken.
+#: Number of requests that must have succeeded since a request was first overtaken before it counts as very long.
 OVERTAKEN = 10
 
 
@@ -50,9 +50,9 @@ class Visit:
 
     def __init__(self, now: int, rif: int, arrived_as: int) -> None:
         self.arrived = now
-        #: When it last came to the server.
+        #: Time of its arrival, or of its latest return.
         self.since = now
-        #: When it went away, if it is away: a stream, a very long request, or one that waits for its client.
+        #: Time since which it does not count as being at the server: a stream, a very long request, or one that waits for its client.
         self.away_since: int | None = None
         self.stays_away = False
         #: Time that it was away before `since`.

@@ -301,7 +301,7 @@ fn a_sidecar_steers_with_istios_own_session_filter() -> Result<()> {
     })
 }
 
-/// The documents of way B, selected as client-persistent-session.yaml describes.
+/// The documents with Istio's own shim, selected as client-persistent-session.yaml describes.
 pub fn way_b() -> Result<Vec<Value>> {
     let mut files = documents("istio/client-sidecar.yaml")?;
     files.retain(|document| document["metadata"]["name"] != "prequal-filters");

@@ -1,5 +1,5 @@
-//! `cargo xtask ahead`, which `cargo xtask test` starts in CI. It builds what later steps need, and does jobs that do
-//! not depend on time. It uses the CPU time that is idle while linkers and tests wait.
+//! `cargo xtask ahead`, which `cargo xtask test` starts in CI. It builds what later steps need, and does jobs that are
+//! not sensitive to timing. It uses the CPU time that is idle while linkers and tests wait.
 //!
 //! Errors are ignored here. The step that needs the failed part builds or checks it again and reports the error.
 
@@ -17,7 +17,7 @@ use crate::commands::{compose, dist, fuzz, native, sim};
 use crate::toolchain::Choice;
 use crate::{policy, run, workspace};
 
-/// Work whose result does not depend on time, so that it can be done at the lowest priority.
+/// Work that is not sensitive to timing, so that it can be done at the lowest priority.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Job {
     /// The step `native`
@@ -57,7 +57,7 @@ impl Job {
         folder.join(format!("ahead-{self:?}.txt").to_lowercase())
     }
 
-    /// Does the job and writes how it has ended. It is done only if it skipped nothing.
+    /// Does the job and writes how it has ended. The job counts as done only if it skipped nothing.
     fn run(self) -> Result<()> {
         let skipped = match self {
             Self::Native => native::check(),

@@ -43,8 +43,8 @@ enum What {
     ///
     /// Needs root. `cargo xtask bench contention -- --help` prints the harness's own help.
     Contention(HarnessArgs),
-    /// Runs the demo's service over network namespaces in which some paths lose or mark every packet, with and without
-    /// PLB.
+    /// Runs Envoy and agents with eight replicas over network namespaces in which some paths lose or mark every packet,
+    /// with and without PLB.
     ///
     /// Needs root. `cargo xtask bench plb -- --help` prints the harness's own help.
     Plb(HarnessArgs),

@@ -77,7 +77,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         page.address
     ));
     if args.detach {
-        progress::say("faults that need the container engine: type them, or run this again without --detach");
+        progress::say(
+            "to switch on a fault that needs the container engine, use `cargo xtask fault NAME`, or run this again without --detach",
+        );
         progress::say("`cargo xtask compose --down` removes everything");
         return Ok(());
     }

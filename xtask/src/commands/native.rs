@@ -32,7 +32,7 @@ enum NativeCheck {
     Platforms,
     /// The unit tests under sanitizers
     Sanitizers,
-    /// A measurement, only if asked for: the cost of an attempt with up to 10 000 hosts, and a million changes of hosts
+    /// The CPU time of one attempt with up to 10 000 hosts, and of a million host updates; runs only if named
     Hosts,
 }
 

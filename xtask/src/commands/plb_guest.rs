@@ -8,7 +8,7 @@ use anyhow::Result;
 use crate::commands::guest::Guest;
 use crate::{progress, run};
 
-/// Proves in a guest kernel that PLB repaths, by bytes per path and labels on the wire.
+/// Proves in a guest kernel that PLB repaths, by counting the bytes on each path and reading the labels on the wire.
 ///
 /// Needs x86_64 Debian. Fetches a kernel (34 MB) into target/guest/ once. QEMU, busybox and cpio are installed with apt
 /// if run as root; otherwise the command to run is printed. Takes one to three minutes after that, without KVM.

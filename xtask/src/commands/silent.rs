@@ -1,5 +1,5 @@
-//! `cargo xtask silent`: the agent with far more silent connections than this machine's limit of descriptors allows. The
-//! other hostile peers are tested on the machine itself (`crates/probe-agent/tests/floods.rs`).
+//! `cargo xtask silent`: tests the agent with far more silent connections than this machine's file descriptor limit
+//! allows. The other hostile peers are tested on the machine itself (`crates/probe-agent/tests/floods.rs`).
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use anyhow::Result;
 use crate::commands::guest::Guest;
 use crate::{progress, run};
 
-/// Opens 100 000 silent connections to an agent, in a guest machine without a limit of descriptors.
+/// Opens 100 000 silent connections to an agent, in a guest machine without a file descriptor limit.
 ///
 /// Runs the release build of `crates/probe-agent/tests/floods.rs` in QEMU without KVM. All well-behaved requests must be
 /// answered, and the agent's memory must stay bounded. Once all connections are open, 200 requests a second must be

@@ -49,8 +49,8 @@ RIGHTS
   show, sockets, lint, envoy, route (list), label list, watch: none; root, to see the owners of other users' sockets
   set, route set: root, or CAP_NET_ADMIN
   repath --dev, run --way bpf: CAP_BPF and CAP_NET_ADMIN
-  run, either way: for connections of other users CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH too, in the host's PID
-    namespace; connections whose owner cannot be reached are left alone
+    run, with any --way: to move connections of other users also CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH, in the host's
+    PID namespace; connections whose owner cannot be reached are left alone
   pin, unpin, repath, label put/renew/show: the socket owner's user, or CAP_SYS_PTRACE
   --netns: CAP_SYS_ADMIN
 
@@ -70,7 +70,7 @@ pub(crate) enum Command {
     /// All values are checked first, then written and read back. If the kernel refuses one, the old values are
     /// restored. A change acts on live connections at once.
     Set(SetArgs),
-    /// Check whether each connection can be repathed, and why not. Exit code 1 if one cannot
+    /// Check whether each connection can be repathed, and why not. Exit code 1 if one cannot or could not be checked
     ///
     /// A timeout moves a connection that has an automatic label and SO_TXREHASH on. PLB moves it for congestion if it
     /// also uses DCTCP with ECN and PLB is on. The kernel's counters do not prove that a connection has moved: they
@@ -90,15 +90,13 @@ pub(crate) enum Command {
     /// switched off or on, which gives only two labels. With --dev, a BPF program on that device's egress sets any
     /// label, until this command ends.
     Repath(RepathArgs),
-    /// User-space PLB: watch connections and move those that stay congested
-    ///
-    /// For connections that the kernel does not move for congestion itself: it moves only those that use DCTCP, and
-    /// only while its PLB is on. Requires ECN and a fabric that marks packets. Reads every connection's tcp_info, runs
-    /// the paper's algorithms, and changes the label on the wire with a BPF program on the egress devices. With --way
-    /// sockopt, and with --way auto where BPF cannot be used, it switches the automatic label off or on instead.
-    /// Connections with an explicit label or with SO_TXREHASH off are left alone, as are connections for which these
-    /// cannot be read. In whatever way this command ends, no program is left and the connections have their own labels
-    /// again.
+    /// User-space PLB: watch connections and move those that stay congested Serves the connections that the kernel does
+    /// not move on congestion. The kernel moves only connections that use DCTCP, and only while its PLB is on. Requires
+    /// ECN and a fabric that marks packets. Reads every connection's tcp_info, runs the paper's algorithms, and changes
+    /// the label on the wire with a BPF program on the egress devices. With --way sockopt, and with --way auto where
+    /// BPF cannot be used, it switches the automatic label off or on instead. Connections with an explicit label or
+    /// with SO_TXREHASH off are left alone, as are connections for which these cannot be read. However this command
+    /// ends, its BPF program is removed and the connections send their own labels again.
     Run(RunArgs),
     /// Companion of `run --way sockopt`: restores labels if that command ends without doing so
     #[command(hide = true)]
@@ -122,8 +120,8 @@ pub(crate) struct SetArgs {
     #[arg(long, value_name = "ON|OFF")]
     pub(crate) enabled: Option<OnOff>,
 
-    /// Minimum share of a round's packets with CE marks that makes the round congested: 0 to 1, or 0/256 to 256/256
-    /// [kernel default: 0.5]
+    /// Share of CE-marked packets from which a round counts as congested: 0 to 1, or 0/256 to 256/256 [kernel default:
+    /// 0.5]
     #[arg(long, value_name = "SHARE")]
     pub(crate) k: Option<String>,
 
@@ -349,7 +347,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_enum, default_value = "auto")]
     pub(crate) way: WayArg,
 
-    /// Minimum congested share of a round, as for `set` [default: the kernel's knob, else 0.5]
+    /// Share of CE-marked packets from which a round counts as congested, as for `set` [default: the kernel's knob,
+    /// else 0.5]
     #[arg(long, value_name = "SHARE")]
     pub(crate) k: Option<String>,
 

@@ -45,7 +45,7 @@ pub(crate) fn show(output: Output) -> Result<Answer> {
             None => rows.push([
                 "net.ipv4.tcp_plb_*".to_owned(),
                 "-".to_owned(),
-                format!("kernel {} has no PLB (Linux 6.2 or later)", sysctl::kernel_release()),
+                format!("kernel {} has no PLB (it needs Linux 6.2 or later)", sysctl::kernel_release()),
             ]),
         }
         for (name, value, meaning) in &related {
@@ -54,9 +54,13 @@ pub(crate) fn show(output: Output) -> Result<Answer> {
         let knobs = table(["KNOB", "VALUE", "MEANING"], &rows);
         let hash = hash.map_or_else(String::new, |hash| {
             format!(
-                "\n\nAs a router, this namespace {} the label{}.",
-                if hash.sees_label() { "spreads flows by" } else { "does NOT see" },
-                if hash.sees_ports() { " and the ports" } else { "" }
+                "\n\nAs a router, this namespace spreads flows by {}.",
+                match (hash.sees_label(), hash.sees_ports()) {
+                    (true, true) => "the label and the ports",
+                    (true, false) => "the label but NOT the ports",
+                    (false, true) => "the ports but NOT the label",
+                    (false, false) => "neither the label nor the ports",
+                }
             )
         });
         let counts: Vec<[String; 3]> = counters
@@ -130,8 +134,8 @@ const MEANINGS: [&str; 5] = [
 
 const RELATED: [(&str, &str); 6] = [
     ("net.ipv4.tcp_congestion_control", "default of new sockets; PLB acts for dctcp only"),
-    ("net.ipv4.tcp_available_congestion_control", "loaded"),
-    ("net.ipv4.tcp_allowed_congestion_control", "need no rights"),
+    ("net.ipv4.tcp_available_congestion_control", "congestion controls that are loaded"),
+    ("net.ipv4.tcp_allowed_congestion_control", "congestion controls that need no privileges"),
     ("net.ipv4.tcp_ecn", "1: request ECN; 2: only accept it"),
     ("net.core.txrehash", "1: labels of new sockets may change"),
     ("net.ipv6.auto_flowlabels", "1: sockets have automatic labels"),

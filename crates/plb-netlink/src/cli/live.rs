@@ -177,7 +177,7 @@ fn survive(output: Output, error: Error, failing: &mut Option<Instant>) -> Resul
         None => {
             *failing = Some(Instant::now());
             emit(output, &json!({"failing": error.to_string()}), || {
-                format!("failing, trying again: {error}")
+                format!("cannot list the sockets, trying again: {error}")
             });
         }
     }
@@ -304,7 +304,7 @@ pub(crate) fn watch_table(output: Output, args: &WatchArgs) -> Result<Answer> {
             let header = ["LOCAL", "PEER", "CC", "DELIVERED", "MARKED", "REHASH"];
             let home = if clear { "\x1b[2J\x1b[H" } else { "" };
             format!(
-                "{home}{}\n{}\n{} connections; rehashes count requests; `plb check` shows whether labels can change",
+                "{home}{}\n{}\n{} connections; REHASH counts requests for another label; `plb check` shows whether labels can change",
                 counters.join("  "),
                 table(header, &busiest),
                 rows.len()

@@ -22,7 +22,7 @@ impl Output {
     /// Prints a change that was made, or that would be made without `--dry-run`.
     pub(crate) fn changed(self, what: &str, details: Value) {
         let value = json!({"changed": !self.dry_run, "what": what, "details": details});
-        self.print(&value, || if self.dry_run { format!("would: {what}") } else { what.to_owned() });
+        self.print(&value, || if self.dry_run { format!("would do: {what}") } else { what.to_owned() });
     }
 }
 

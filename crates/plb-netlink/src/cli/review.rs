@@ -53,7 +53,9 @@ pub(crate) fn envoy(output: Output, args: &EnvoyArgs) -> Result<Answer> {
         ),
     };
     if sysctl::read_number("net.core.txrehash")?.is_none() {
-        warnings.push("this kernel has no SO_TXREHASH (Linux 6.0): leave that option out".to_owned());
+        warnings.push(
+            "this kernel has no SO_TXREHASH (it came with Linux 6.0): leave that option out".to_owned(),
+        );
     }
     let cluster = (!args.listener).then(|| envoy::socket_options(Side::Cluster, congestion));
     let listener = (!args.cluster).then(|| envoy::socket_options(Side::Listener, congestion));

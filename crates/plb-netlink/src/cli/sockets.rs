@@ -114,8 +114,11 @@ pub(crate) fn check(output: Output, args: &CheckArgs) -> Result<Answer> {
             })
             .collect();
         let header = ["LOCAL", "PEER", "PID:FD OWNER", "ON TIMEOUT", "BY PLB", "WHY NOT"];
-        let mut text =
-            format!("{}\n{} connections, {bad} cannot be repathed", table(header, &rows), rows.len());
+        let mut text = format!(
+            "{}\n{} connections, {bad} cannot be repathed or could not be checked",
+            table(header, &rows),
+            rows.len()
+        );
         let mut cures: Vec<String> = judged
             .iter()
             .filter_map(|(.., verdict)| verdict.as_ref().ok())

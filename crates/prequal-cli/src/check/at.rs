@@ -47,7 +47,9 @@ impl<'a> At<'a> {
     pub(crate) fn flag(&self, key: &str) -> bool {
         match self.value.get(key) {
             Some(Value::Bool(flag)) => *flag,
-            Some(Value::String(word)) => matches!(word.as_str(), "y" | "yes" | "on" | "true"),
+            Some(Value::String(word)) => {
+                matches!(word.to_ascii_lowercase().as_str(), "y" | "yes" | "on" | "true")
+            }
             _ => false,
         }
     }

@@ -97,8 +97,8 @@ impl Balanced<'_> {
         filters.iter().find(upstream).cloned()
     }
 
-    /// Describes what was not found.
-    pub(super) fn found(&self) -> String {
-        format!("none loads {}, the module that the policy of cluster `{}` loads", self.module, self.name)
+    /// Describes the filter or log that is missing.
+    pub(super) fn expected(&self) -> String {
+        format!("expected one that loads {}, as the policy of cluster `{}` does", self.module, self.name)
     }
 }

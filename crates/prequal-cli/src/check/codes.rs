@@ -48,7 +48,7 @@ macro_rules! codes {
 
 codes! {
     WRONG_TYPE Error "wrong-type": "a field does not have the type that Envoy expects",
-        "Envoy refuses the file; nothing else was checked", "see the field's reference";
+        "Envoy refuses the file; nothing else was checked", "see the field in Envoy's API reference";
     MERGE_KEY Error "merge-key": "a YAML merge key (`<<`)",
         "Envoy does not know merge keys and refuses the file; nothing else was checked",
         "write the fields out, or share whole values by anchor and alias";
@@ -57,10 +57,10 @@ codes! {
     STRIP_MISSING Error "strip-missing": "no `header_mutation` before Prequal's filter removes Prequal's headers",
         "clients can steer requests while the module restarts, and can read the load and addresses of replicas",
         "put `prequal-strip` of the shipped configuration first";
-    STRIP_INCOMPLETE Error "strip-incomplete": "the strip before Prequal's filter leaves some of Prequal's headers",
+    STRIP_INCOMPLETE Error "strip-incomplete": "the `header_mutation` filters before Prequal's filter do not remove all of Prequal's headers",
         "clients may steer requests, claim a hint, or read the load or addresses of replicas",
         "remove the listed headers, on requests and on responses";
-    STRIP_ORDER Error "strip-order": "a strip after Prequal's filter removes headers that are still needed",
+    STRIP_ORDER Error "strip-order": "a `header_mutation` after Prequal's filter removes headers that are still needed",
         "the choice or the replicas' reports are deleted before they are read", "move it before Prequal's filter";
     SHIM_MISSING Error "shim-missing": "nothing carries out the filter's choice",
         "Envoy's own policy places every request",
@@ -131,8 +131,8 @@ codes! {
     NATIVE_PROBER_MISSING Warning "native-prober-missing": "no bootstrap extension loads the native module",
         "no probes are sent, so only responses report load; most of the module's metrics stay at zero",
         "add `bootstrap_extensions` as in envoy-native.yaml, with the policy's `dynamic_module_config`";
-    NATIVE_LOG_MISSING Error "native-log-missing": "the router has no `upstream_log` by the native module",
-        "failed connections do not count against a replica, so it is not ejected",
+    NATIVE_LOG_MISSING Error "native-log-missing": "the router has no `upstream_log` that uses the native module",
+        "attempts without a whole response (failed connections, resets, timeouts) do not count against a replica, so it is not ejected",
         "set the router's `upstream_log` as in envoy-native.yaml, with the policy's `dynamic_module_config`";
     NATIVE_FILTER_MISSING Error "native-filter-missing": "the serving cluster has no upstream filter of the native module",
         "reports on responses are not read, and no outcome is attributed to a replica",
@@ -141,13 +141,13 @@ codes! {
         "probes start on Envoy's main thread, where Envoy cannot create the filter: it logs an error for each",
         "remove the filter from the probe cluster";
     NATIVE_DETOUR_MISSING Warning "native-detour-missing": "a cluster with the native module's policy lets filters name hosts that are not healthy, but its listener has no detour filter",
-        "degraded hosts get no requests, and panic mode does not exist",
+        "degraded hosts get no requests, and panic mode has no effect",
         "add `prequal-detour` as in envoy-native.yaml, or delete `override_host_status`";
     NATIVE_DETOUR_STATUS Error "native-detour-status": "`override_host_status` of the cluster does not allow the hosts that the detour filter names",
-        "Envoy ignores those names: hosts that are not healthy get no requests, and panic mode does not exist",
+        "Envoy ignores those names: hosts that are not healthy get no requests, and panic mode has no effect",
         "set `override_host_status` as in envoy-native.yaml";
     NATIVE_DETOUR_NAME Error "native-detour-name": "a listener's filter of the native module is not called `prequal_detour`, or its module is not the policy's",
-        "with another module the filter knows no hosts; with another name it acts as the module's upstream filter, and may take over the choices of other requests, whose reports are then not used",
+        "with another module, the filter does nothing; with another name, it acts as the module's upstream filter, and may take over the choice made for another request, whose report is then lost",
         "set `filter_name: prequal_detour`, and the policy's `dynamic_module_config`";
     NATIVE_DETOUR_ORDER Warning "native-detour-order": "the detour filter comes after `stateful_session`",
         "while hosts are degraded or in panic mode, some requests leave the host of their session",

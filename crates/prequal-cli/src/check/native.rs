@@ -32,7 +32,7 @@ pub(super) fn check(source: &Source<'_>, findings: &mut Findings) -> bool {
     source.check_stats_tags(findings);
     for one in &all {
         if extensions.as_ref().is_some_and(|extensions| !one.is_loaded_by(extensions, PROBER)) {
-            findings.push(NATIVE_PROBER_MISSING, "bootstrap_extensions", one.found());
+            findings.push(NATIVE_PROBER_MISSING, "bootstrap_extensions", one.expected());
         }
     }
     check_listeners(source, &all, findings);
@@ -102,7 +102,7 @@ fn check_manager(
         if let Some(router) = &router
             && !one.is_loaded_by(&router.list("upstream_log"), "DynamicModuleAccessLog")
         {
-            findings.push(NATIVE_LOG_MISSING, &router.path, one.found());
+            findings.push(NATIVE_LOG_MISSING, &router.path, one.expected());
         }
     }
 }
@@ -115,7 +115,7 @@ fn check_filter(one: &Balanced<'_>, router: Option<&At<'_>>, findings: &mut Find
         _ => own,
     };
     let Some(ours) = one.filter_in(&filters) else {
-        return findings.push(NATIVE_FILTER_MISSING, &one.cluster.path, one.found());
+        return findings.push(NATIVE_FILTER_MISSING, &one.cluster.path, one.expected());
     };
     // Responses pass the filters from the last to the first.
     for filter in filters.iter().skip_while(|filter| filter.path != ours.path) {

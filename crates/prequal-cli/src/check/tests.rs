@@ -480,7 +480,7 @@ fn an_old_setting_name_is_reported_with_the_new_one() {
         settings(&mut root, |settings| settings["clusters"][0][old] = json!(1));
         let findings = check(&root, false).unwrap();
         assert_eq!(codes_of(&findings), ["settings"], "{findings:#?}");
-        let message = format!("`clusters[0].{old}` was removed: its new name is \"{new}\"");
+        let message = format!("`clusters[0].{old}` is no longer a field: its new name is \"{new}\"");
         assert_eq!(findings[0].found, message);
     }
 }

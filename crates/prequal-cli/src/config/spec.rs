@@ -194,7 +194,7 @@ impl Spec {
                 None if index == 0 => "/".into(),
                 None => {
                     mistakes.push(format!("`{path}` needs a `prefix` (--route): no route leads to it"));
-                    continue;
+                    format!("/{}", spec.name)
                 }
             };
             if !prefix.starts_with('/') {
@@ -209,7 +209,9 @@ impl Spec {
             let mut entry = spec.settings;
             for (key, value) in [("cluster", &spec.name), ("probe_cluster", &probe_cluster)] {
                 if entry.insert(key.into(), json!(value)).is_some() {
-                    mistakes.push(format!("`{path}.settings.{key}` is set from `name`"));
+                    mistakes.push(format!(
+                        "`{path}.settings.{key}` must not be set: it is generated from `name`"
+                    ));
                 }
             }
             entries.push(entry);
@@ -221,7 +223,7 @@ impl Spec {
             settings.insert("shim".into(), json!(self.shim.as_deref().unwrap_or("stateful_session")));
         }
         if settings.insert("clusters".into(), json!(entries)).is_some() {
-            mistakes.push("`settings.clusters` is generated from `clusters`".into());
+            mistakes.push("`settings.clusters` must not be set: it is generated from `clusters`".into());
         }
         if entries.is_empty() {
             return None;

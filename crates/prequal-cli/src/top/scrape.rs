@@ -91,8 +91,8 @@ impl Admin {
                 self.url
             );
             bail!(
-                "{}: the filter is not loaded: this Envoy has no `prequal_` statistics. Look at its log, and run \
-                 `prequal check` on its /config_dump",
+                "{}: neither Prequal's filter nor its native module is active: this Envoy has no `prequal_` statistics. \
+                 Look at its log, and run `prequal check` on its /config_dump",
                 self.url
             );
         }
@@ -112,7 +112,7 @@ impl Admin {
         let status = response.status();
         ensure!(
             status == 200,
-            "{url}: this is not {whose}, or it is closed: the answer to {path} has status {status}"
+            "{url}: this is not {whose}, or it denies access: the answer to {path} has status {status}"
         );
         let body = response.body_mut().with_config().limit(MAX_BODY).read_to_string();
         body.with_context(|| format!("{url}: {path} cannot be read"))

@@ -16,7 +16,7 @@ use super::agents::{self, Replicas};
 use super::scrape::{Admin, Scrape};
 use super::view::{Replica, View};
 
-/// Maximum time until a key takes effect.
+/// Maximum time until a new reading is drawn. A key takes effect at once.
 const PATIENCE: Duration = Duration::from_millis(100);
 
 /// A reading: the index of the admin port, and its content.

@@ -21,7 +21,8 @@ pub(super) struct View {
     theta: u64,
     pub(super) members: u64,
     pub(super) ejected: u64,
-    /// Whether ejection is suspended because more than half of the fleet would be ejected.
+    /// Whether more than half of the replicas would be ejected, or have recently failed at least half of their
+    /// requests.
     pub(super) panic: bool,
     /// Totals since Envoy started, and changes in the interval, in the order of [`REPLICA_EVENTS`].
     replica_events: [(u64, u64); 4],
@@ -61,7 +62,7 @@ const REPLICA_EVENTS: [Event; 4] = [
 
 /// Events that affect the filter itself.
 const FILTER_EVENTS: [Event; 2] =
-    [("lost writes", "cas_giveups_total"), ("blobs replaced", "blob_replaced_total")];
+    [("writes given up", "cas_giveups_total"), ("blobs replaced", "blob_replaced_total")];
 
 impl View {
     /// Returns all clusters that the filter balances, by name.
@@ -152,7 +153,7 @@ impl View {
                 self.theta,
                 self.members,
                 self.ejected,
-                if self.panic { ": PANIC, more than half would be ejected" } else { "" }
+                if self.panic { ": PANIC, most replicas fail" } else { "" }
             ),
             format!("since start  {}", events(&REPLICA_EVENTS, &self.replica_events)),
             format!(
@@ -275,7 +276,7 @@ pub(super) mod tests {
              \x20 probes/s     100.0: used 100.0, failed 0.0; unsent 0.0; per query 0.40\n\
              \x20 now          pool 2, theta 0, members 2, ejected 0\n\
              \x20 since start  diverted 0 (+0), ejections 3 (+0), trials 0 (+0), returned 0 (+0)\n\
-             \x20 internal     lost writes 0 (+0), blobs replaced 0 (+0), vm reloads 0 (+0)\n\
+             \x20 internal     writes given up 0 (+0), blobs replaced 0 (+0), vm reloads 0 (+0)\n\
              \x20 replica      active  success/s  errors/s   share\n\
              \x20 10.0.0.1:80       3       50.0       0.0   20.0%\n\
              \x20 10.0.0.2:80       3      200.0       0.0   80.0%\n"
@@ -288,11 +289,7 @@ pub(super) mod tests {
         let mut now = scrape(start, 2, 800);
         now.samples.insert(("panic".into(), "my_cluster".into(), String::new()), 1);
         let view = &View::between("e", &scrape(start, 0, 400), &now)[0];
-        assert!(
-            view.text().contains("ejected 0: PANIC, more than half would be ejected\n"),
-            "{}",
-            view.text()
-        );
+        assert!(view.text().contains("ejected 0: PANIC, most replicas fail\n"), "{}", view.text());
     }
 
     #[test]

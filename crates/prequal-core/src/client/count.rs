@@ -1,4 +1,5 @@
-//! The events that a balancer counts. The host decides on the names and labels of metrics.
+//! The events that a balancer counts. The embedder (Envoy filter, native module, simulator) decides on the names and
+//! labels of metrics.
 
 use crate::client::ejection::Change;
 use crate::client::pool::Branch;
@@ -19,7 +20,7 @@ pub trait Counters {
     }
 }
 
-/// Counters of hosts that count nothing.
+/// Counters of embedders that count nothing.
 impl Counters for () {
     fn count(&self, _: Count) {}
 }
@@ -51,7 +52,8 @@ pub enum Count {
     Shared {
         /// Number of times that other workers had written in the meantime.
         conflicts: u32,
-        /// Whether the change was lost in the end.
+        /// Whether the write was given up after too many conflicts. Pending updates are retried later; the effect of
+        /// the pick itself is lost.
         given_up: bool,
         /// Number of values that did not decode and were replaced.
         replaced: u32,

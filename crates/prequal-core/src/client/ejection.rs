@@ -254,7 +254,7 @@ impl Record {
         self.heard == 1 && now.distance_ms(self.heard_at) < HEARD_EVERY_MS
     }
 
-    /// Fades the counts up to `now`. The counts of an ejected replica do not fade.
+    /// Fades the counts up to `now`. Not called while the replica is ejected, so its counts keep their size.
     fn fade(&mut self, now: Stamp) {
         let keep = fading(now.distance_ms(self.updated));
         self.failed *= keep;

@@ -1,5 +1,5 @@
-//! Label values of the metrics, each list in the order that its comment names. Every host uses them, so that one
-//! dashboard fits every host.
+//! Label values of the metrics, each list in the order that its comment names. Every embedder uses them, so that one
+//! dashboard fits them all.
 
 use super::count::{ProbeEnd, ReportEnd};
 

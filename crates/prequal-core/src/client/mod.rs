@@ -1,8 +1,6 @@
-//! The client's side. One [`Balancer`] makes the decisions for one upstream cluster on one worker.
-//!
-//! A host (the Envoy filter, the simulator) drives it with events and acts on its decisions:
-//!
-//! | event | action of the host |
+//! The client's side. One [`Balancer`] makes the decisions for one upstream cluster on one worker. An embedder (the
+//! Envoy filter, the native module, the simulator) drives it with events and acts on its decisions: | event | action of
+//! the embedder |
 //! |---|---|
 //! | a request begins | calls [`Balancer::begin`], writes the choice on the request, sends the probes that are due |
 //! | a request is to wait for its own probes | calls [`Balancer::ask`], then [`Balancer::begin`] with the answers |
@@ -14,9 +12,10 @@
 //! | a quarter of a second has passed | calls [`Balancer::tick`] |
 //!
 //! Updates from requests and probes wait in the worker and are applied in the same read-modify-write as the next pick,
-//! so a request costs one transaction on the shared state (`docs/design/adr/0001-root-owned-probes.md`). The host
+//! so a request costs one transaction on the shared state (`docs/design/adr/0001-root-owned-probes.md`). The embedder
 //! decides where that state is stored ([`store`]) and what is counted ([`Counters`]). Nothing here locks: the threads
-//! of a host either share a balancer behind a lock, or each have their own balancer over a store that locks.
+//! of an embedder either share a balancer behind a lock, or each have their own balancer over a store that is safe to
+//! share, by compare-and-swap or a lock.
 //!
 //! | module | decides |
 //! |---|---|

@@ -8,8 +8,8 @@
 //!   the lowest RIF wins. Occasionally a replica that looks worse is tried.
 //! - **Select by hot and cold** (lexicographic): an entry is *hot* when its RIF exceeds ([`HotRule::Gt`], §4) or
 //!   reaches ([`HotRule::Ge`], §5.3) θ, the `q_rif` quantile of recently reported RIFs. If any entry is cold, the cold
-//!   entry with the lowest latency wins; otherwise the lowest RIF wins. With fewer than two entries the pool makes no
-//!   choice, and the caller's own policy serves the request.
+//!   entry with the lowest latency wins; otherwise the lowest RIF wins. With fewer than two entries (one, if all other
+//!   replicas are ejected), the pool makes no choice, and the caller's own policy places the request.
 //! - **Unknown latency**: with hot and cold, an idle replica that reports no latency ranks first. Picking it raises its
 //!   RIF in the pool, so it gets one request; then, as a *busy* unknown, it ranks last until it has answered. This
 //!   brings traffic back to a recovered replica (`docs/design/adr/0002-unknown-latency.md`). With predicted latency,
@@ -71,7 +71,8 @@ pub enum Branch {
     /// Hot and cold: the lowest RIF, because all replicas were hot. Predicted latency: even the best is beyond its
     /// knee.
     Hot,
-    /// A replica that looks worse got the request, as a chance to prove otherwise.
+    /// A replica that looks slower got the request, so that its estimate can improve. A trial of an ejected replica
+    /// ([`Pick::trial`]) counts as [`Self::Cold`] instead.
     Trial,
     /// The pool made no choice, for example because it has fewer than two entries.
     Fallback,
@@ -158,7 +159,7 @@ pub struct PoolState {
     /// Moving averages per pick.
     reports_per_pick: f32,
     new_per_pick: f32,
-    /// Moving average of the time between two picks, milliseconds; longer pauses do not count.
+    /// Moving average of the time between two picks, milliseconds. Pauses of [`IDLE_MS`] or more do not count.
     gap_ms: f32,
     reports_since_pick: u32,
     new_since_pick: u32,
@@ -655,8 +656,8 @@ impl PoolState {
         }
     }
 
-    /// Whether the fleet is new, or its latencies have been forgotten: the few known replicas must not carry all of the
-    /// load.
+    /// Whether the burst guard is on, and the fleet is new or its latencies have been forgotten: then the few known
+    /// replicas must not carry all of the load.
     fn is_learning(&self, settings: &PoolSettings, now: Stamp) -> bool {
         settings.burst_guard && (self.has_grown(now) || now.distance_ms(self.busy_since) < GROWING_MS)
     }

@@ -19,7 +19,7 @@ impl Reply {
     /// the reply.
     ///
     /// # Errors
-    /// The reason if the call failed, or if the reply is ambiguous.
+    /// The reason if the probe failed, or if the reply is ambiguous.
     pub fn read(headers: &impl Headers, verified: bool) -> Result<Self, ProbeEnd> {
         let report = report(headers);
         let report = match headers.get(":status").unwrap_or_default() {

@@ -27,7 +27,8 @@ pub struct ClusterConfig {
 /// How probes are sent and which reports count.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ProbeSettings {
-    /// Time after which an unanswered probe counts as failed, milliseconds, 1 to 10 000. Envoy's timers add up to 4 ms.
+    /// Time after which an unanswered probe counts as failed, milliseconds, 1 to 10 000. Envoy's timers are off by up
+    /// to 4 ms in either direction.
     pub timeout_ms: u64,
     /// Time without a request after which one worker probes, milliseconds, 0 (off) to 3 600 000.
     pub idle_interval_ms: u32,

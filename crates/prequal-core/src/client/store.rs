@@ -1,8 +1,8 @@
-//! The store of the state that the workers of a host share.
+//! The store of the state that the workers of an embedder share.
 //!
-//! A balancer asks its [`Store`] for three values: the pool, the membership and the ejection table. A host whose
+//! A balancer asks its [`Store`] for three values: the pool, the membership and the ejection table. An embedder whose
 //! workers share no memory implements [`SharedData`], bytes by key with compare-and-swap, and gets the store from
-//! [`Cas`]. A host whose balancers need not share values uses [`Memory`], which changes values in place.
+//! [`Cas`]. An embedder whose balancers need not share values uses [`Memory`], which changes values in place.
 
 use crate::shared::blob::Blob;
 use crate::shared::cas::{self, OwnCopy, Place, UpdateEnd, Updated};
@@ -33,7 +33,7 @@ pub trait Value<B> {
     fn newer(&mut self, seen: &mut Option<u32>) -> Option<Updated<B>>;
 }
 
-/// Bytes by key, visible to all workers of a host.
+/// Bytes by key, visible to all workers of an embedder.
 pub trait SharedData {
     /// Returns the bytes and the number of the write that wrote them.
     fn get(&self, key: &str) -> (Option<Vec<u8>>, Option<u32>);

@@ -1,5 +1,5 @@
 //! Synchronous mode (paper §4): a request probes `d` replicas and waits until `d − 1` usable answers have arrived, all
-//! calls have ended, or the deadline has passed. The rule of [`crate::client::pool`] then chooses among the answers
+//! probes have ended, or the deadline has passed. The rule of [`crate::client::pool`] then chooses among the answers
 //! ([`crate::client::pool::PoolState::pick_among`]). θ comes from the RIFs of earlier answers.
 //!
 //! A request with a hint also waits for the answer of the hint's first home ([`crate::wire::hint`]), because that
@@ -57,7 +57,7 @@ pub struct Answer {
 pub enum Ending {
     /// Enough usable answers came.
     Enough,
-    /// Every call has ended, some without a usable answer.
+    /// Every probe has ended, some without a usable answer.
     AllEnded,
     /// The deadline passed.
     Deadline,
@@ -74,10 +74,9 @@ pub struct Waiting {
 }
 
 impl Waiting {
-    /// Creates the state of a request that has probed `asked` replicas of the `d` in the settings.
-    ///
-    /// It needs `d − 1` answers. In a fleet smaller than `d`, one answer may be missing too, but a comparison needs
-    /// two.
+    /// Creates the state of a request that has probed `asked` replicas, where the settings ask for `d`. It needs `d −
+    /// 1` answers. If fewer than `d` replicas were probed, it needs one answer fewer than it sent probes, but at least
+    /// two, because a comparison needs two (never more than `d − 1` or `asked`).
     pub fn new(d: usize, asked: usize) -> Self {
         let needed = asked.saturating_sub(1).max(2).min(d.saturating_sub(1)).min(asked).max(1);
         let vacant = Answer {
@@ -98,7 +97,7 @@ impl Waiting {
         Self { needed, homes, ..waiting }
     }
 
-    /// Records that a call has ended, with or without a usable answer. Returns why the wait is over, once it is.
+    /// Records that a probe has ended, with or without a usable answer. Returns why the wait is over, once it is.
     pub fn ended(&mut self, answer: Option<Answer>) -> Option<Ending> {
         self.open = self.open.saturating_sub(1);
         if let Some(answer) = answer {
@@ -127,7 +126,7 @@ impl Waiting {
     fn take(&mut self, mut answer: Answer) {
         let home = self.homes.iter().position(|home| *home == Some(answer.replica));
         answer.home = home.map(|place| place as u8);
-        // Two calls without an address may have reached the same replica: the newer answer counts.
+        // Two probes without an address may have reached the same replica: the newer answer counts.
         let known = self.answers().iter().position(|known| known.replica == answer.replica);
         if let Some(slot) = self.answers.get_mut(known.unwrap_or(self.count)) {
             *slot = answer;

@@ -12,9 +12,10 @@
 //!   ℓ₂(k) = −Σ n\[r\]·ln max(1, r/k) − N·ln(Σ S\[r\] / max(1, r/k) / N). Where service times are constant,
 //!   departures come together, and the first likelihood alone would find knees that do not exist.
 //!
-//! The score of `k` is ℓ + α·ℓ₂ − ln k. K is the smallest `k` whose score is within 0.5 of the best: a higher knee needs
-//! evidence. W is E(K) / N. The last term of the score is a prior without a scale. If all requests arrive while the
-//! replica is saturated, the data say nothing about K, and without the prior, K would be the highest level by chance.
+//! The score of `k` is ℓ + α·ℓ₂ − ln k. K is the smallest `k` whose score is within 0.5 of the best: a higher knee
+//! needs evidence. W is E(K) / N. The last term of the score is a scale-invariant prior. If all requests arrive while
+//! the replica is saturated, the data say nothing about K, and without the prior, K would be the highest level by
+//! chance.
 //!
 //! Where many requests are in flight, the spread of the levels matters. If it is wide, the data suffice, and the prior
 //! is left out. If it is narrow, a higher knee must explain each response clearly better than a knee of 1 does: K is
@@ -43,11 +44,13 @@ use recent::{Beyond, FastRun};
 pub const MAX_KNEE: u16 = 512;
 /// Minimum gain in log-likelihood that justifies a higher knee.
 const DOUBT: f64 = 0.5;
-/// α is this divided by the squared coefficient of variation of the latencies, within 1 and [`MOST_STEADY`].
+/// α is this divided by the squared coefficient of variation of the latencies, limited to the range from 1 to
+/// [`MOST_STEADY`].
 const STEADY: f64 = 0.05;
 const MOST_STEADY: f64 = 16.0;
-/// Highest knee at which α may exceed 1. With constant times and more slots, the knee is slightly too high, so that
-/// clients take turns for longer; that spaces requests evenly, which suits constant times.
+/// Highest knee at which α may exceed 1. Where service times are constant and a replica has more slots than this, the
+/// fitted knee is slightly too high. That does no harm: clients then take turns up to a higher RIF, which spaces
+/// requests evenly.
 const STEADY_KNEE: u16 = 3;
 /// Mean level of arrivals above which the spread of their levels matters.
 const MANY: f64 = 6.0;

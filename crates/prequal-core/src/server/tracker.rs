@@ -399,7 +399,7 @@ impl Tracker {
 /// long also leave the estimate; with 20, very long ones still raise it (ADR 8).
 const LONG: f64 = 10.0;
 /// Number of requests that must have succeeded since the long one was first overtaken. If the replica itself has become
-/// slow, fewer do.
+/// slow, fewer requests succeed in the meantime, so its requests are not set apart.
 const OVERTAKEN: u64 = 10;
 
 /// Recent samples for one RIF (or a narrow range of them).

@@ -6,7 +6,7 @@ use std::borrow::Cow;
 
 use bytemuck::{Pod, Zeroable};
 
-/// State that workers share, as bytes or in one memory. The default is the initial state.
+/// State that workers share, either as bytes or as values in common memory. The default is the initial state.
 pub trait Blob: Default + Send + Sync + 'static {
     /// Tag at the beginning of the encoded bytes.
     const TAG: Tag;

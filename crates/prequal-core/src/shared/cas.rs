@@ -34,7 +34,8 @@ pub struct Updated<T> {
     pub result: T,
     /// How it ended.
     pub end: UpdateEnd,
-    /// Number of times the change ran again because another worker had written in the meantime.
+    /// Number of times the change ran again because another worker had written in the meantime; a rerun after a failed
+    /// guess of [`OwnCopy`] is not counted.
     pub conflicts: u32,
     /// Number of times the update started from the default because the stored value was missing or damaged.
     pub replaced: u32,

@@ -14,8 +14,8 @@ pub enum Outcome {
 }
 
 /// Whether a gRPC status means that the server failed: UNKNOWN, RESOURCE_EXHAUSTED, INTERNAL, UNAVAILABLE, DATA_LOSS.
-/// All others are valid responses. So is DEADLINE_EXCEEDED: the client chose the deadline, and a slow server shows in
-/// its latency.
+/// All other statuses count as valid responses, even DEADLINE_EXCEEDED: the client chose the deadline, and a slow
+/// server shows in its latency.
 pub fn grpc_blames_server(status: &[u8]) -> bool {
     matches!(status, b"2" | b"8" | b"13" | b"14" | b"15")
 }

@@ -1,4 +1,4 @@
-//! What the headers of a response, or of the reply to a probe, mean to a client. The host provides the headers.
+//! What the headers of a response, or of the reply to a probe, mean to a client. The embedder provides the headers.
 
 use crate::wire::report::{HEADER_LATENCY, HEADER_LOAD, HEADER_RIF, LoadReport, ReportError};
 

@@ -88,7 +88,7 @@ impl InboundStream {
         match route {
             Route::Forward => return false,
             Route::Probe => self.inbound.answer(host::now()),
-            Route::MethodNotAllowed => reply(405, &[("allow", "GET, HEAD")], b"probes are GET\n"),
+            Route::MethodNotAllowed => reply(405, &[("allow", "GET, HEAD")], b"probes use GET or HEAD\n"),
             Route::NotFound => reply(404, &[], b"not found\n"),
         }
         true

@@ -76,7 +76,7 @@ impl ForwardError {
             Self::RequestBody => "probe-agent: request body broke off\n",
             Self::Upgrade => "probe-agent: backend switched protocols unasked\n",
             Self::NoUpgrade => "probe-agent: backend did not switch protocols\n",
-            Self::NoTunnel => "probe-agent: backend takes no such tunnel\n",
+            Self::NoTunnel => "probe-agent: agent or backend does not support this tunnel\n",
         }
     }
 

@@ -1,8 +1,8 @@
 //! Pins the images in the manifests of `envoy-configs/` and in the chart to this release's digests, so that the
 //! released images run, whatever a registry's tags name later.
 //!
-//! Envoy's image is pinned too if its digest is given. Still named by tag: the user's own images, and those from which
-//! the overlays of `kubernetes/` take the filter.
+//! Envoy's image is pinned too if its digest is given. Two kinds of images stay named by tag: the user's own, and those
+//! from which the overlays of `kubernetes/` take the filter.
 
 use std::path::Path;
 

@@ -388,7 +388,7 @@ fn a_missing_role_is_reported_with_its_module_and_cluster() {
     assert_eq!(findings[0].path, "static_resources.clusters[0]");
     assert_eq!(
         findings[0].found,
-        "none loads \"prequal_native\", the module that the policy of cluster `replicas` loads"
+        "expected one that loads \"prequal_native\", as the policy of cluster `replicas` does"
     );
     let mut root = shipped();
     settings(&mut root, |settings| settings["clusters"][0]["mode"] = json!("sync"));

@@ -53,7 +53,7 @@ pub(super) struct Agentless {
     wait_us: u64,
     /// Number of requests since `explored`.
     requests: u32,
-    /// Whether the request that was left to the proxy's policy last is still unanswered.
+    /// Whether the most recent request left to the proxy's policy is still unanswered.
     exploring: bool,
 }
 
@@ -120,7 +120,8 @@ impl Agentless {
 
     fn explores(&mut self, now: Micros) -> bool {
         let since = now.distance(self.explored);
-        // If its replica hangs, the next request might hang as well.
+        // While the previous exploring request is unanswered, its replica may hang, and the next one might hang there
+        // too.
         let waits = self.exploring && since < EXPLORE_MAX_US;
         if self.requests <= EXPLORE_EVERY || since < self.wait_us || waits {
             return false;

@@ -178,8 +178,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         Answer { replica, load: Load::from(report), placement, home: None }
     }
 
-    /// Like [`Self::sample_met`], for a member whose report cannot be read. Otherwise the policy would seem to avoid
-    /// that member, and the others would seem to have greater weights.
+    /// Like [`Self::sample_met`], for a member whose report cannot be read. If such replies were ignored, the policy
+    /// would seem to avoid that member, and the others would seem to have greater weights.
     fn sample_met_unread(&mut self, now: Micros, asked: Option<Target>, host: Option<Endpoint>) {
         let met = host.filter(|_| asked.is_none() && self.config.pool.verified_probes);
         if let Some((host, replica)) =

@@ -29,14 +29,14 @@ pub trait Witness {
 /// request that was not placed.
 #[derive(Debug, Default)]
 pub struct Request {
-    /// The choice. The host sends the probes that are due with it.
+    /// The choice. The embedder sends the probes in [`Pick::probes`].
     pub pick: Pick,
     /// Target of a retry, if the proxy can be given one.
     pub runner_up: Option<Endpoint>,
     pub(super) began: Micros,
     /// The request as ejection tracks it, until its outcome is known; `None` if ejection does not track it.
     pub(super) flight: Option<Flight>,
-    /// Whether the request is a trial that has been answered.
+    /// Whether the request was a trial. Set once the request has been answered or has failed.
     pub(super) trial: bool,
     /// Whether the replica's failure of this request has been recorded.
     pub(super) blamed: bool,
@@ -44,7 +44,7 @@ pub struct Request {
     pub(super) rescued: bool,
     /// Whether the request went to this cluster, according to the proxy; `None` until asked.
     pub(super) ours: Option<bool>,
-    /// The replica that serves, according to the proxy; `None` until known.
+    /// The replica that served the request, according to the proxy; `None` until asked.
     pub(super) served_by: Option<Endpoint>,
     /// Whether the chosen replica reported on the response.
     pub(super) reported: bool,

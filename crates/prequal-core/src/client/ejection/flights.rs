@@ -12,8 +12,8 @@
 //! overtakes the first one that is stuck. A request must be overdue in two checks in a row: after the worker itself was
 //! blocked, every request looks overdue at first, because the answers have not been read yet.
 //!
-//! Every operation is O(1) on average, except that a failure and [`Flights::silent`] look at every replica. Memory is allocated only when more
-//! requests are in flight, or more replicas in use, than ever before.
+//! Every operation takes O(1) on average, except that recording a failure and [`Flights::silent`] visit every replica.
+//! Memory is allocated only when more requests are in flight, or more replicas in use, than ever before.
 
 use std::collections::HashMap;
 use std::hash::BuildHasherDefault;
@@ -272,7 +272,8 @@ impl Flights {
     pub fn unanswered(&mut self, replica: Endpoint, started: Micros, now: Micros) -> bool {
         let silent = now.saturating_since(started) > 2 * u64::from(self.typical_us) + SLACK_US as u64;
         if silent {
-            // As above, a time in the future would last for too long.
+            // A start in the future means that the clock has stepped back. If it were kept, the replica would count as
+            // silent for too long.
             self.seen(replica, now, |seen| {
                 seen.unanswered = seen.unanswered.filter(|known| *known <= now).max(Some(started));
             });

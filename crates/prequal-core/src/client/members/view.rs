@@ -5,12 +5,12 @@ use super::{Evidence, Members};
 use crate::shared::endpoint::Endpoint;
 use crate::shared::time::Micros;
 
-/// Maximum number of waiting notes: the number of samples in a tick at their highest rate.
+/// Maximum number of waiting notes: about as many as there are samples between two ticks at the highest sampling rate.
 const MAX_NOTES: usize = 256;
 /// Notes are shared once their number reaches the number of members divided by this. In a small fleet, notes are
 /// therefore shared at once. Sharing takes time in proportion to the number of members, so the time per note is the
-/// same in a fleet of any size: the time that sharing takes for this many members. In any fleet, the samples that other
-/// workers do not know yet are far fewer than a round.
+/// same in a fleet of any size: the time that sharing takes for this many members. Each worker holds back notes for at
+/// most about a quarter of a round.
 const PART: usize = 4;
 
 /// A worker's observation about the membership.
@@ -132,8 +132,8 @@ impl View {
     /// Applies the notes to the `stored` membership, forgets the replicas there that have not been heard from for too
     /// long, and adopts the result. Returns whether it must be written; once it is written, call [`Self::shared`].
     pub fn share(&mut self, stored: &mut Members, now: Micros) -> bool {
-        // A long silence is excused before the notes are applied: a note that ends it is not evidence about the other
-        // replicas.
+        // An idle period must be excused before the notes are applied. Otherwise one fresh note would end it, and the
+        // other members would expire.
         let mut changed = stored.excuse(now);
         self.refused = 0;
         for (at, note) in &self.notes {

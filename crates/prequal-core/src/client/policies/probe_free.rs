@@ -11,9 +11,9 @@ use super::{Done, Elastic};
 use crate::shared::endpoint::Endpoint;
 use crate::shared::time::Micros;
 
-/// Time after a change during which new replicas are searched for more often, microseconds, and how many times more
-/// often.
+/// Time after a change of the membership during which new replicas are searched for more often, microseconds.
 const GROWING_US: u64 = 2_000_000;
+/// How many times more often they are searched for during that time.
 const GROWING_FACTOR: u64 = 16;
 
 /// Decides which requests are left to Envoy's own policy, to find new replicas.

@@ -21,10 +21,11 @@ const BAND: f32 = 1.35;
 /// The same factor where weights differ. Noise must not decide then, and RIF relative to the weight keeps queues
 /// balanced.
 const WEIGHTED_BAND: f32 = 2.0;
-/// A home of the request's hint gets the request up to this cost, in multiples of the lowest. Beyond the knee, a cost
-/// of 2 means 1.4 times as many requests in flight. Unless homes get most of the requests with their hints, no replica
-/// keeps a hint's data in its cache. With 4, caches are hit slightly more often, but the longest waits are 1.5 times as
-/// long. While most replicas are congested, the limit is the square root of this, because the cost is then the latency.
+/// Highest cost, in multiples of the lowest cost, at which a home of the request's hint still gets the request. Beyond
+/// the knee, a cost of 2 means 1.4 times as many requests in flight. Unless homes get most of the requests with their
+/// hints, no replica keeps a hint's data in its cache. With 4, caches are hit slightly more often, but the longest
+/// waits are 1.5 times as long. While most replicas are congested, the limit is the square root of this, because the
+/// cost is then the latency.
 const HOME: f32 = 2.0;
 /// Credit for trials that every pick adds, in multiples of the lowest cost: at most one request in a thousand goes to a
 /// replica that looks twice as slow.
@@ -51,8 +52,8 @@ const PROMISING: f64 = 0.8;
 /// apart, the order is chance. If that decided, requests would follow each other to the same replica.
 const FRESH_MS: u32 = 32;
 /// The same limit as a multiple of the lowest cost. In milliseconds, it is rounded down to a power of two. While the
-/// requests that a report counts may still be there, its age says nothing; turns, which keep requests evenly spaced,
-/// then do better.
+/// requests that a report counted may still be in flight, the report is not out of date, whatever its age. Taking turns
+/// is then better, because it spaces requests evenly.
 const FRESH_COSTS: f32 = 2.0;
 /// A base latency counts as at least the pool's median base latency divided by this. No fleet needs finer distinctions.
 /// A replica that reports almost no latency then gets a few requests more than the others, but not all of them.
@@ -275,8 +276,10 @@ impl Trials {
 
 /// Rank of an entry. The first criterion is whether its cost is beyond the band. Entries beyond the band are ranked by
 /// cost, the others by requests in flight, then by the age of the report, then by turn. A replica below its knee serves
-/// every request at once, so its RIF counts as zero and turns decide, unless most replicas are congested. Where all
-/// requests take the same time, even spacing of requests keeps queues short, as in round robin.
+/// every request at once, so its RIF is not a criterion of its own: the turn decides, and weighs the RIF against the
+/// time since the replica was last chosen ([`TURN`]). This does not apply while most replicas are congested, or where
+/// weights differ. Where all requests take the same time, even spacing of requests keeps queues short, as in round
+/// robin.
 ///
 /// The parts are packed into one number, from the highest bit down: one bit for the first, 31 for the second, 32 for
 /// the others.

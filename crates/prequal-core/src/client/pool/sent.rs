@@ -6,8 +6,8 @@
 //!
 //! The reply to a probe that overtook a request does not count that request either.
 //!
-//! This module says how many of the pool's own requests a report has missed. It assumes one round trip for all
-//! replicas, and does not know the requests of other Envoys.
+//! This module says how many of the pool's own requests a report has missed. It assumes the same round-trip time for
+//! all replicas, and does not know the requests of other Envoys.
 
 use crate::shared::time::Micros;
 
