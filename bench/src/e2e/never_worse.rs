@@ -313,7 +313,7 @@ mod tests {
         let usual = "--replicas 2 --slots 3 --service exp:20 --load 0.9";
         for (from, to, reason) in [
             ("exp:20", "gauss:20", "unknown distribution `gauss`"),
-            ("0.9", "1.0", "from 1 on the queues only grow"),
+            ("0.9", "1.0", "from 1 on, the queues only grow"),
             ("0.9", "much", "`much` is not a number"),
             ("--replicas 2", "--replicas 0", "0 is not in 1..=100"),
             ("--load", "--connections 9 --load", "cannot be used with"),

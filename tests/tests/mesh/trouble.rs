@@ -62,9 +62,10 @@ fn a_sidecar_resource_that_trims_the_probe_port_takes_the_probes_away() -> Resul
     Ok(())
 }
 
-/// The filter distinguishes clusters by the replicas that answer, and here both clusters have the same replicas.
+/// The filter notices other clusters by the replicas that answer. Here both clusters have the same replicas, so it has to
+/// check the route of a request from time to time.
 #[test]
-fn a_second_service_with_the_same_pods_is_mistaken_for_the_configured_one() -> Result<()> {
+fn a_second_service_with_the_same_pods_is_soon_told_from_the_configured_one() -> Result<()> {
     bed!();
     let pods = Pods::start()?;
     let mut proxy = pods.sidecar()?;
@@ -73,9 +74,10 @@ fn a_second_service_with_the_same_pods_is_mistaken_for_the_configured_one() -> R
     let envoy = proxy.start()?;
     warm(&envoy);
     let before = envoy.prequal(SERVING)?.steered();
-    ask(&envoy, 20, || get(OTHER_HOST));
+    ask(&envoy, 100, || get(OTHER_HOST));
     let taken = envoy.prequal(SERVING)?.steered() - before;
-    assert!(taken >= 18, "symptom: {taken} of 20");
+    // The requests share a connection, and so a worker, which checks one response in 16.
+    assert!(taken <= 16, "symptom: {taken} of 100");
     Ok(())
 }
 

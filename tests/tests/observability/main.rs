@@ -107,7 +107,7 @@ fn pods_become_the_targets_that_the_rules_expect() -> Result<()> {
             r#"{"cluster":"replicas","instance":"shop/replica-0","job":"prequal-agents"}"#
         ),
         concat!(
-            r#""http://127.0.0.1:9102/metrics" {"cluster":"outbound|8080||replicas.demo.svc.cluster.local","#,
+            r#""http://127.0.0.1:9102/metrics" {"cluster":"outbound_8080__replicas_demo_svc_cluster_local","#,
             r#""instance":"shop/mesh-replica","job":"prequal-agents"}"#
         ),
     ];
