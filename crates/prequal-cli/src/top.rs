@@ -14,13 +14,15 @@ use anyhow::{Result, bail, ensure};
 use scrape::{Admin, Scrape};
 use view::View;
 
-/// Show what Prequal does right now, from the admin interfaces of Envoys and agents Shows choices by branch and probes,
-/// both per second over the last interval; the state of the pool; ejected replicas; and each replica's share of the
-/// requests. Reads /stats and /clusters of the admin interface, and changes nothing. With --agent, also shows the
-/// replicas' reports: requests in flight, base latency, and the number of concurrent requests that saturates them.
+/// Show what Prequal does right now, from the admin interfaces of Envoys and agents
+///
+/// Shows choices by branch and probes, both per second over the last interval; the state of the pool; ejected replicas;
+/// and each replica's share of the requests. Reads /stats and /clusters of the admin interface, and changes nothing.
+/// With --agent, also shows the replicas' reports: requests in flight, base latency, and the number of concurrent
+/// requests that saturates them.
 #[derive(clap::Args)]
 #[command(after_help = "\
-Keys: q quits; up, down, tab choose the cluster; s changes the order of the replicas (address, share, requests in flight, errors).
+Keys: q quits; up, down, tab choose the cluster; s sorts by address, share, requests in flight or errors, in turn.
 
 Examples:
   prequal top http://127.0.0.1:9901

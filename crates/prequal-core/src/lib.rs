@@ -3,8 +3,10 @@
 //! This crate is the only place that implements the rules of the paper (Wydrowski et al., NSDI '24, "Load is not what
 //! you should balance"). The Envoy filter, the agent and the benchmarks are adapters around these types. The crate
 //! reads no clock, draws no randomness of its own, performs no I/O and keeps no globals: callers pass `now` and an
-//! `Rng`, so every decision can be replayed from its inputs. There is one module for each side, and there are modules
-//! for what the two sides share. [`client`] and [`server`] do not use each other.
+//! `Rng`, so every decision can be replayed from its inputs.
+//!
+//! There is one module for each side, and there are modules for what the two sides share. [`client`] and [`server`] do
+//! not use each other.
 //!
 //! | module | contents |
 //! |---|---|

@@ -1,8 +1,9 @@
-//! Connections to the single backend: a pool of idle ones for HTTP/1.1, shared ones for HTTP/2. hyper-util's client is
-//! not used: it looks up its pool by authority, and usually needs a task to return a connection. This pool has one
-//! authority, and takes a connection back with the last frame of the response body, usually without an extra task. A
-//! request is sent again if the backend certainly did not process it, or if the backend closed a reused HTTP/1.1
-//! connection and the request is idempotent.
+//! Connections to the single backend: a pool of idle ones for HTTP/1.1, shared ones for HTTP/2.
+//!
+//! hyper-util's client is not used: it looks up its pool by authority, and usually needs a task to return a connection.
+//! This pool has one authority, and takes a connection back with the last frame of the response body, usually without
+//! an extra task. A request is sent again if the backend certainly did not process it, or if the backend closed a
+//! reused HTTP/1.1 connection and the request is idempotent.
 
 mod answer;
 mod error;

@@ -90,13 +90,15 @@ pub(crate) enum Command {
     /// switched off or on, which gives only two labels. With --dev, a BPF program on that device's egress sets any
     /// label, until this command ends.
     Repath(RepathArgs),
-    /// User-space PLB: watch connections and move those that stay congested Serves the connections that the kernel does
-    /// not move on congestion. The kernel moves only connections that use DCTCP, and only while its PLB is on. Requires
-    /// ECN and a fabric that marks packets. Reads every connection's tcp_info, runs the paper's algorithms, and changes
-    /// the label on the wire with a BPF program on the egress devices. With --way sockopt, and with --way auto where
-    /// BPF cannot be used, it switches the automatic label off or on instead. Connections with an explicit label or
-    /// with SO_TXREHASH off are left alone, as are connections for which these cannot be read. However this command
-    /// ends, its BPF program is removed and the connections send their own labels again.
+    /// User-space PLB: watch connections and move those that stay congested
+    ///
+    /// Serves the connections that the kernel does not move on congestion. The kernel moves only connections that use
+    /// DCTCP, and only while its PLB is on. Requires ECN and a fabric that marks packets. Reads every connection's
+    /// tcp_info, runs the paper's algorithms, and changes the label on the wire with a BPF program on the egress
+    /// devices. With --way sockopt, and with --way auto where BPF cannot be used, it switches the automatic label off
+    /// or on instead. Connections with an explicit label or with SO_TXREHASH off are left alone, as are connections for
+    /// which these cannot be read. However this command ends, its BPF program is removed and the connections send their
+    /// own labels again.
     Run(RunArgs),
     /// Companion of `run --way sockopt`: restores labels if that command ends without doing so
     #[command(hide = true)]

@@ -1,6 +1,8 @@
-//! The client's side. One [`Balancer`] makes the decisions for one upstream cluster on one worker. An embedder (the
-//! Envoy filter, the native module, the simulator) drives it with events and acts on its decisions: | event | action of
-//! the embedder |
+//! The client's side. One [`Balancer`] makes the decisions for one upstream cluster on one worker.
+//!
+//! An embedder (the Envoy filter, the native module, the simulator) drives it with events and acts on its decisions:
+//!
+//! | event | action of the embedder |
 //! |---|---|
 //! | a request begins | calls [`Balancer::begin`], writes the choice on the request, sends the probes that are due |
 //! | a request is to wait for its own probes | calls [`Balancer::ask`], then [`Balancer::begin`] with the answers |

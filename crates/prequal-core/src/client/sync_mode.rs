@@ -74,9 +74,10 @@ pub struct Waiting {
 }
 
 impl Waiting {
-    /// Creates the state of a request that has probed `asked` replicas, where the settings ask for `d`. It needs `d −
-    /// 1` answers. If fewer than `d` replicas were probed, it needs one answer fewer than it sent probes, but at least
-    /// two, because a comparison needs two (never more than `d − 1` or `asked`).
+    /// Creates the state of a request that has probed `asked` replicas, where the settings ask for `d`.
+    ///
+    /// It needs `d − 1` answers. If fewer than `d` replicas were probed, it needs one answer fewer than it sent probes,
+    /// but at least two, because a comparison needs two (never more than `d − 1` or `asked`).
     pub fn new(d: usize, asked: usize) -> Self {
         let needed = asked.saturating_sub(1).max(2).min(d.saturating_sub(1)).min(asked).max(1);
         let vacant = Answer {
