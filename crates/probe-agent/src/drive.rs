@@ -33,8 +33,8 @@ pub(crate) async fn drive<C>(
 {
     // Over HTTP/2, each request has its own task that watches it.
     let rules = Rules::of(limits).filter(|_| !watch.is_http2());
-    let quarter = limits.idle_timeout / 4;
-    let mut look = tokio::time::interval(rules.map_or(quarter, |rules| rules.period().min(quarter)));
+    let often = limits.idle_timeout / 8;
+    let mut look = tokio::time::interval(rules.map_or(often, |rules| rules.period().min(often)));
     look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     look.reset();
     let mut last = watch.activity();
@@ -54,7 +54,7 @@ pub(crate) async fn drive<C>(
                 }
                 () = &mut asked => break,
                 _ = look.tick() => {
-                                        // `since` is the check that noticed the latest activity, so the connection has been idle for at
+                    // `since` is the check that noticed the latest activity, so the connection has been idle for at
                     // least as long.
                     let now = watch.activity();
                     if now != last || now.1 {

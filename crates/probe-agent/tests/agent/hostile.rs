@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::common::{Running, agent, backend, raw, text, within};
 use http_body_util::BodyExt;
@@ -189,10 +189,12 @@ async fn idle_connections_are_closed_eventually_and_busy_ones_are_not() {
     .await;
     let agent = agent(addr, |config| config.limits.idle_timeout = Duration::from_millis(100));
     let mut tcp = TcpStream::connect(agent.addr).await.unwrap();
+    let began = Instant::now();
     tcp.write_all(GET.as_bytes()).await.unwrap();
     let mut reply = String::new();
     within(tcp.read_to_string(&mut reply)).await.unwrap();
     assert!(reply.ends_with("hello"), "{reply}");
+    assert!(began.elapsed() >= Duration::from_millis(500), "closed before the limit: {:?}", began.elapsed());
     let mut silent = TcpStream::connect(agent.addr).await.unwrap();
     assert_eq!(within(silent.read(&mut [0; 1])).await.unwrap(), 0);
 }
