@@ -685,6 +685,18 @@ fn replace_every_value(root: &Value) {
 }
 
 #[test]
+fn every_spelling_of_true_counts() {
+    for word in ["y", "yes", "Yes", "on", "ON", "true", "TRUE"] {
+        let mut root = shipped();
+        manager(&mut root, "")["normalize_path"] = json!(word);
+        assert!(check(&root, false).unwrap().is_empty(), "{word}");
+    }
+    let mut root = shipped();
+    manager(&mut root, "")["normalize_path"] = json!("oui");
+    assert!(!check(&root, false).unwrap().is_empty());
+}
+
+#[test]
 fn levels_sort_the_worst_first() {
     let mut root = shipped();
     remove(&mut root, "stats_config");

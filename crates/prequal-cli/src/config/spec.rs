@@ -189,20 +189,20 @@ impl Spec {
                     mistakes.push(format!("`{path}.name` would create a second cluster `{name}`"));
                 }
             }
-            let prefix = match spec.prefix {
-                Some(prefix) => prefix,
-                None if index == 0 => "/".into(),
-                None => {
-                    mistakes.push(format!("`{path}` needs a `prefix` (--route): no route leads to it"));
-                    format!("/{}", spec.name)
+            let prefix = spec.prefix.or_else(|| (index == 0).then(|| "/".into()));
+            match &prefix {
+                None => mistakes.push(format!("`{path}` needs a `prefix` (--route): no route leads to it")),
+                Some(prefix) => {
+                    if !prefix.starts_with('/') {
+                        mistakes.push(format!("`{path}.prefix` must begin with /, got `{prefix}`"));
+                    }
+                    if !prefixes.insert(prefix.clone()) {
+                        mistakes.push(format!("`{path}.prefix` `{prefix}` leads to two clusters"));
+                    }
                 }
-            };
-            if !prefix.starts_with('/') {
-                mistakes.push(format!("`{path}.prefix` must begin with /, got `{prefix}`"));
             }
-            if !prefixes.insert(prefix.clone()) {
-                mistakes.push(format!("`{path}.prefix` `{prefix}` leads to two clusters"));
-            }
+            // A mistake stops the plan at its end, so the value does not matter.
+            let prefix = prefix.unwrap_or_default();
             let port = spec.probe_port.or(self.probe_port).and_then(|port| probe_port(&path, port, mistakes));
             let hosts = hosts(&path, &spec.hosts, mistakes);
             let dns = hosts.iter().any(|host| host.address.parse::<IpAddr>().is_err());

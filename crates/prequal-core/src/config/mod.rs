@@ -464,6 +464,16 @@ mod tests {
     }
 
     #[test]
+    fn an_error_names_the_key_that_was_written_and_the_length_of_a_list() {
+        let native = FilterConfig::parse_native(&with(r#""route_modes":{"chat":"sync"}"#)).unwrap_err();
+        let fields: Vec<String> = native.0.iter().map(ToString::to_string).collect();
+        assert!(fields.len() == 1 && fields[0].starts_with("`clusters[0].route_modes`"), "{fields:?}");
+        let routes: Vec<String> = (0..=MAX_ROUTES).map(|n| format!(r#""r{n}":"sync""#)).collect();
+        let found = errors(&with(&format!(r#""route_modes":{{{}}}"#, routes.join(","))));
+        assert!(found.len() == 1 && found[0].ends_with(&format!("got {}", routes.len())), "{found:?}");
+    }
+
+    #[test]
     fn at_most_twenty_keys_are_for_everyday_use() {
         let everyday = KEYS.iter().filter(|key| key.everyday && key.scope != Scope::Inbound);
         assert!(everyday.count() <= 20);
