@@ -208,7 +208,8 @@ pub fn lint(host: &Host) -> Vec<Finding> {
             "ecn",
             Problem,
             format!("net.ipv4.tcp_ecn={}: connections from this host do not request ECN", host.tcp_ecn),
-            "set it to 1 (with 3 to 5, which request AccECN, a peer whose tcp_ecn is 2 did not negotiate ECN), or `plb route set PREFIX --ecn on`",
+            "set it to 1 (with 3 to 5, which request AccECN, a peer whose tcp_ecn is 2 did not negotiate ECN), or \
+             `plb route set PREFIX --ecn on`",
         );
     }
     if host.available.iter().any(|name| hooks(name)) && !host.unrestricted.iter().any(|name| hooks(name)) {

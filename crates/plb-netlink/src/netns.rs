@@ -12,7 +12,8 @@ use crate::{Error, Result, sys};
 #[derive(Debug)]
 pub struct Namespace {
     file: File,
-    name: String,
+    /// What it is called in messages.
+    what: String,
 }
 
 impl Namespace {
@@ -22,7 +23,9 @@ impl Namespace {
     /// [`Error::Gone`], listing the existing names.
     pub fn named(name: &str) -> Result<Self> {
         if name.is_empty() || name.contains('/') || name == "." || name == ".." {
-            return Err(Error::Invalid(format!("`{name}` must be the name of a file in {FOLDER}")));
+            return Err(Error::Invalid(format!(
+                "network namespace `{name}`: must be the name of a file in {FOLDER}"
+            )));
         }
         let file = File::open(PathBuf::from(FOLDER).join(name)).map_err(|source| match source.kind() {
             io::ErrorKind::NotFound => {
@@ -32,7 +35,7 @@ impl Namespace {
             }
             _ => Error::kernel(format!("opening network namespace `{name}`"), "run as root", source),
         })?;
-        Ok(Self { file, name: format!("network namespace `{name}`") })
+        Ok(Self { file, what: format!("network namespace `{name}`") })
     }
 
     /// Opens the namespace of a process.
@@ -48,7 +51,7 @@ impl Namespace {
                 source,
             ),
         })?;
-        Ok(Self { file, name: format!("the network namespace of process {pid}") })
+        Ok(Self { file, what: format!("the network namespace of process {pid}") })
     }
 
     /// Moves the calling thread, and threads that it starts later, into this namespace permanently.
@@ -58,8 +61,8 @@ impl Namespace {
     pub fn enter(&self) -> Result<()> {
         sys::enter_network_namespace(self.file.as_fd()).map_err(|source| match source.raw_os_error() {
             // The name outlives a namespace whose mount was lost; the file is then a regular file.
-            Some(libc::EINVAL) => Error::Gone(format!("{} is gone, and only its name is left", self.name)),
-            _ => Error::kernel(format!("entering {}", self.name), "run as root (CAP_SYS_ADMIN)", source),
+            Some(libc::EINVAL) => Error::Gone(format!("{} is gone, and only its name is left", self.what)),
+            _ => Error::kernel(format!("entering {}", self.what), "run as root (CAP_SYS_ADMIN)", source),
         })
     }
 

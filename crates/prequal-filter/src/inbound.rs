@@ -62,7 +62,8 @@ impl Inbound {
             reply(
                 503,
                 &[],
-                                b"the address of this connection is not an `ip:port` (set `endpoint`), or too many replicas are counted already\n",
+                b"the address of this connection is not an `ip:port` (set `endpoint`), \
+                  or too many replicas are counted already\n",
             );
             return;
         };

@@ -19,8 +19,8 @@ class Load:
 
     `endpoint` is the ip:port by which clients know the server. `orca` is the format of ORCA reports on responses: "text",
     "json", or None for no reports. `orca_limit` is the number of requests that the server is meant to serve at once; 0
-    means unknown. `orca_window` is the time constant of the means in ORCA reports, in seconds; values below 0.1 count as 0.1. With
-    `probe_only`, responses do not carry x-prequal-load. `clock` returns the time in microseconds, for tests.
+    means unknown. `orca_window` is the time constant of the means in ORCA reports, in seconds; values below 0.1 count as
+    0.1. With `probe_only`, responses do not carry x-prequal-load. `clock` returns the time in microseconds, for tests.
     """
 
     def __init__(

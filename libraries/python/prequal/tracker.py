@@ -52,7 +52,8 @@ class Visit:
         self.arrived = now
         #: Time of its arrival, or of its latest return.
         self.since = now
-        #: Time since which it does not count as being at the server: a stream, a very long request, or one that waits for its client.
+        #: Time since which it does not count as being at the server: a stream, a very long request, or one that waits
+        #: for its client.
         self.away_since: int | None = None
         self.stays_away = False
         #: Time that it was away before `since`.

@@ -294,7 +294,7 @@ fn a_gateway_retries_elsewhere_what_a_dead_application_did_not_receive() -> Resu
 fn a_sidecar_steers_with_istios_own_session_filter() -> Result<()> {
     assert_patched_steers(Proxy::sidecar, |proxy| {
         proxy.persistent_session("x-prequal-dest");
-        apply(proxy, &way_b()?);
+        apply(proxy, &with_istios_shim()?);
         let session = "envoy.filters.http.stateful_session";
         assert_eq!(proxy.filter_names(), chain(&["prequal-strip", PLUGIN], &[session]));
         Ok(())
@@ -302,7 +302,7 @@ fn a_sidecar_steers_with_istios_own_session_filter() -> Result<()> {
 }
 
 /// The documents with Istio's own shim, selected as client-persistent-session.yaml describes.
-pub fn way_b() -> Result<Vec<Value>> {
+pub fn with_istios_shim() -> Result<Vec<Value>> {
     let mut files = documents("istio/client-sidecar.yaml")?;
     files.retain(|document| document["metadata"]["name"] != "prequal-filters");
     files.extend(documents("istio/client-persistent-session.yaml")?);

@@ -62,8 +62,8 @@ fn a_sidecar_resource_that_trims_the_probe_port_takes_the_probes_away() -> Resul
     Ok(())
 }
 
-/// The filter notices other clusters by the replicas that answer. Here both clusters have the same replicas, so it has to
-/// check the route of a request from time to time.
+/// The filter notices other clusters by the replicas that answer. Here both clusters have the same replicas, so it has
+/// to check the route of a request from time to time.
 #[test]
 fn a_second_service_with_the_same_pods_is_soon_told_from_the_configured_one() -> Result<()> {
     bed!();
@@ -297,7 +297,7 @@ fn a_module_behind_the_shim_has_no_effect() -> Result<()> {
 fn with_istios_own_shim_an_inserted_module_runs_too_late() -> Result<()> {
     bed!();
     let pods = Pods::start()?;
-    let mut files = crate::istio::way_b()?;
+    let mut files = crate::istio::with_istios_shim()?;
     files.retain(|document| document["kind"] != "WasmPlugin");
     files.extend(documents("istio/client-sidecar-envoyfilter.yaml")?);
     let mut proxy = pods.sidecar()?;

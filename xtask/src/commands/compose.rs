@@ -78,7 +78,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     ));
     if args.detach {
         progress::say(
-            "to switch on a fault that needs the container engine, use `cargo xtask fault NAME`, or run this again without --detach",
+            "to switch on a fault that needs the container engine, use `cargo xtask fault NAME`, or run this again \
+             without --detach",
         );
         progress::say("`cargo xtask compose --down` removes everything");
         return Ok(());

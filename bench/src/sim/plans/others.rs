@@ -107,7 +107,7 @@ pub(super) fn ingress(length: RunLength) -> Experiment {
             has 807 / 835 ms, least connections 802 / 809, Prequal 81 / 127, with a load generator that keeps even \
             gaps. Under the hot/cold rule, a burst of random gaps that puts two requests on each of the fourteen fast \
             servers makes all of them hot, so that the slow pair is the only cold one left. With predicted latency, \
-            one request in 4000 still goes there (one in 1900 with four clients), to test whether a slow server has \
+            one request in 4000 still goes there (one in 1600 with four clients), to test whether a slow server has \
             recovered.",
         x_label: "",
         points: points.into(),

@@ -38,7 +38,7 @@ pub(crate) struct Cli {
 const AFTER_HELP: &str = "\
 EXIT CODES
   0  done; for `check` and `lint`: nothing wrong
-  1  `check`: a socket cannot be repathed; `lint`: a problem was found
+  1  `check`: a socket cannot be repathed or could not be checked; `lint`: a problem was found
   2  bad arguments; nothing was changed
   3  a right is missing; the message says which
   4  this kernel or host lacks a feature; the message says how to get it
@@ -49,7 +49,7 @@ RIGHTS
   show, sockets, lint, envoy, route (list), label list, watch: none; root, to see the owners of other users' sockets
   set, route set: root, or CAP_NET_ADMIN
   repath --dev, run --way bpf: CAP_BPF and CAP_NET_ADMIN
-    run, with any --way: to move connections of other users also CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH, in the host's
+  run, with any --way: to move connections of other users also CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH, in the host's
     PID namespace; connections whose owner cannot be reached are left alone
   pin, unpin, repath, label put/renew/show: the socket owner's user, or CAP_SYS_PTRACE
   --netns: CAP_SYS_ADMIN

@@ -304,7 +304,8 @@ pub(crate) fn watch_table(output: Output, args: &WatchArgs) -> Result<Answer> {
             let header = ["LOCAL", "PEER", "CC", "DELIVERED", "MARKED", "REHASH"];
             let home = if clear { "\x1b[2J\x1b[H" } else { "" };
             format!(
-                "{home}{}\n{}\n{} connections; REHASH counts requests for another label; `plb check` shows whether labels can change",
+                "{home}{}\n{}\n{} connections; REHASH counts requests for another label; `plb check` shows whether labels \
+                 can change",
                 counters.join("  "),
                 table(header, &busiest),
                 rows.len()

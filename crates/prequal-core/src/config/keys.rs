@@ -177,8 +177,8 @@ pub const KEYS: &[Key] = &[
         .with_probes()
         .from("§4: 1000")
         .means(
-                        "age at which a report is dropped. Where requests are rare and `budget` is `adaptive`, a report is kept for the \
-             time in which four requests per replica arrive, but for at most ten times this age",
+            "age at which a report is dropped. Where requests are rare and `budget` is `adaptive`, a report is kept for \
+             the time in which four requests per replica arrive, but for at most ten times this age",
         ),
     both("target_age_ms", "ms", Whole(1, 60_000))
         .at(U32(target_age_ms))
@@ -217,8 +217,8 @@ pub const KEYS: &[Key] = &[
         .with_probes()
         .from("this project, `docs/design/adr/0005-ejection.md`")
         .means(
-            "a replica counts as unresponsive when a request has waited for 50 ms plus the longer of two times: this many \
-             times the 90th percentile of latency, or the 99th percentile itself",
+            "a replica counts as unresponsive when a request has waited for 50 ms plus the longer of two times: this \
+             many times the 90th percentile of latency, or the 99th percentile itself",
         ),
     both("slow_start_ms", "ms", Whole(0, 3_600_000))
         .at(U32(|s| Some(&mut s.pool.slow_start_ms)))
@@ -292,8 +292,9 @@ pub const KEYS: &[Key] = &[
         .at(U32(|s| Some(&mut s.pool.discovery_interval_ms)))
         .means(
             "interval between discovery probes. They name no replica; the probe cluster's policy chooses one, which is \
-             how the filter finds new replicas. In a fleet of n replicas the interval is at most 4 s / n, but not below \
-             10 ms, and it is shorter while replicas come into use. It is longer where requests are so few that `max_probes_per_query` does not allow as many probes",
+             how the filter finds new replicas. In a fleet of n replicas the interval is at most 4 s / n, but at most \
+             105 discovery probes a second are sent. It is shorter while replicas come into use, and longer where \
+             requests are so few that `max_probes_per_query` does not allow as many probes",
         ),
     advanced("idle_probe_interval_ms", "ms", Whole(0, 3_600_000))
         .at(U32(|s| Some(&mut s.probe.idle_interval_ms)))

@@ -21,7 +21,7 @@ pub struct Load {
     pub latency_us: Option<u32>,
     /// Base latency and knee; `None` if the replica does not know them.
     pub capacity: Option<Capacity>,
-    /// Time for which the replica has been able to serve, seconds; `None` if that is long.
+    /// Time since the replica last became reachable, seconds; `None` if that is long ago.
     pub up_s: Option<u32>,
     /// Share of recent requests that failed, per mille.
     pub failing: u16,

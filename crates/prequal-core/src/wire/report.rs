@@ -56,7 +56,7 @@ pub struct LoadReport {
     /// Share of its recent requests that failed (5xx, gRPC errors that are the server's fault), per mille, 0 to
     /// [`MAX_FAILING`]; `fail=` on the wire, absent for 0.
     pub failing: u16,
-    /// Time for which the replica has been able to serve, seconds; `up=` on the wire. `None` if that is long, or not
+    /// Time since the replica last became reachable, seconds; `up=` on the wire. `None` if that is long ago or not
     /// reported.
     pub up_s: Option<u32>,
 }

@@ -293,8 +293,8 @@ impl FaultCheck<'_> {
                 return Ok(());
             }
         }
-        // One miss is too few to fail, and the other tries were not judged.
-        if self.wrong.len() > kept.0 {
+        if misses == 1 {
+            // One miss is too few to fail, and the other tries were not judged.
             self.wrong.truncate(kept.0);
             self.unjudged.push(format!("{}: one miss, and no other try could be judged", case.fault));
         }

@@ -1,5 +1,5 @@
-//! Decides when a balancer asks the proxy whether a request was for its cluster, and which replica served it, even though
-//! the response names the chosen replica.
+//! Decides when a balancer asks the proxy whether a request was for its cluster, and which replica served it, even
+//! though the response names the chosen replica.
 //!
 //! Nearly always, the chosen replica did serve the request, and asking costs up to a tenth of what a request costs. But
 //! the proxy may have diverted the request to another replica, after a failure or because it would not use the chosen

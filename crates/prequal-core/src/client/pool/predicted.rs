@@ -276,10 +276,10 @@ impl Trials {
 
 /// Rank of an entry. The first criterion is whether its cost is beyond the band. Entries beyond the band are ranked by
 /// cost, the others by requests in flight, then by the age of the report, then by turn. A replica below its knee serves
-/// every request at once, so its RIF is not a criterion of its own: the turn decides, and weighs the RIF against the
-/// time since the replica was last chosen ([`TURN`]). This does not apply while most replicas are congested, or where
-/// weights differ. Where all requests take the same time, even spacing of requests keeps queues short, as in round
-/// robin.
+/// every request at once, so its RIF is not a criterion of its own: the age of the report and then the turn decide, and
+/// the turn weighs the RIF against the time since the replica was last chosen ([`TURN`]). This does not apply while
+/// most replicas are congested, or where weights differ. Where all requests take the same time, even spacing of
+/// requests keeps queues short, as in round robin.
 ///
 /// The parts are packed into one number, from the highest bit down: one bit for the first, 31 for the second, 32 for
 /// the others.

@@ -118,8 +118,8 @@ pub enum BackendError {
     TooLong,
     /// The format is unknown, or the report does not follow it.
     #[error(
-        "the report is malformed: `endpoint-load-metrics` must be `TEXT name=value,...`, `JSON {{...}}` or `BIN <base64>`; \
-         the `-bin` header and a stream must hold an OrcaLoadReport message"
+        "the report is malformed: `endpoint-load-metrics` must be `TEXT name=value,...`, `JSON {{...}}` or \
+         `BIN <base64>`; the `-bin` header and a stream must hold an OrcaLoadReport message"
     )]
     Malformed,
     /// A metric or a report occurs twice.
