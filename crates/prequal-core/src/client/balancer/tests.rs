@@ -652,15 +652,25 @@ fn the_rules_without_probes_learn_from_unsteered_requests() {
     }
 }
 
-/// A request that the proxy sent to another cluster.
-struct Elsewhere(u64);
+/// A request that the proxy sent to another cluster. Counts how often the balancer asked where it went.
+struct Elsewhere {
+    at: u64,
+    asked: Cell<u32>,
+}
+
+impl Elsewhere {
+    fn at(at: u64) -> Self {
+        Self { at, asked: Cell::new(0) }
+    }
+}
 
 impl Witness for Elsewhere {
     fn now(&self) -> Micros {
-        ms(self.0)
+        ms(self.at)
     }
 
     fn is_ours(&self) -> bool {
+        self.asked.set(self.asked.get() + 1);
         false
     }
 
@@ -692,7 +702,7 @@ fn a_request_to_another_cluster_counts_against_no_replica() {
             let request = balancer.begin(ms(at), &[], true, &mut rng);
             let picked = request.pick.replica;
             if at < 1000 && picked == Some(replica(0)) {
-                balancer.ended(request, true, false, &Elsewhere(at + 5));
+                balancer.ended(request, true, false, &Elsewhere::at(at + 5));
             } else {
                 let served = picked.unwrap_or(replica(1));
                 balancer.ended(request, true, false, &Proxy(at + 5, Some(served), Class::Answer, 1));
@@ -708,28 +718,9 @@ fn a_request_to_another_cluster_counts_against_no_replica() {
 /// response names the chosen replica.
 #[test]
 fn requests_for_another_cluster_with_the_same_replicas_are_noticed() {
-    struct SameReplicas(Cell<u32>);
-    impl Witness for SameReplicas {
-        fn now(&self) -> Micros {
-            ms(0)
-        }
-        fn is_ours(&self) -> bool {
-            self.0.set(self.0.get() + 1);
-            false
-        }
-        fn served_by(&self) -> Option<Endpoint> {
-            panic!("asked who served")
-        }
-        fn class(&self) -> Class {
-            panic!("asked how it ended")
-        }
-        fn attempts(&self) -> u64 {
-            panic!("asked how often it was sent")
-        }
-    }
     let mut balancer = balancer(config(Profile::Default, 4), &Memory);
     probe_all(&mut balancer, 4, 0);
-    let (proxy, mut rng) = (SameReplicas(Cell::new(0)), rng());
+    let (proxy, mut rng) = (Elsewhere::at(0), rng());
     for at in 1..=32 {
         let mut request = balancer.begin(ms(at), &[], true, &mut rng);
         let chosen = request.pick.replica.expect("a choice");
@@ -742,7 +733,7 @@ fn requests_for_another_cluster_with_the_same_replicas_are_noticed() {
         );
         balancer.ended(request, true, false, &proxy);
     }
-    assert_eq!(proxy.0.get(), 2, "asked about one response in 16");
+    assert_eq!(proxy.asked.get(), 2, "asked about one response in 16");
     assert!(balancer.flights.is_empty());
 }
 
