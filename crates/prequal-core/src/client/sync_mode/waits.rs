@@ -80,3 +80,19 @@ impl<T> Waits<T> {
         self.earliest
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_that_expire_together_are_returned_in_the_order_of_their_numbers() {
+        let mut waits = Waits::default();
+        for request in (0..50).rev() {
+            let (began, deadline, waiting) = (Micros(1), Micros(1000), Waiting::new(3, 3));
+            waits.begin(request, Wait { began, deadline, waiting, host: () });
+        }
+        let expired: Vec<u32> = waits.expired(Micros(1000)).into_iter().map(|(request, _)| request).collect();
+        assert!(expired.is_sorted() && expired.len() == 50, "{expired:?}");
+    }
+}
