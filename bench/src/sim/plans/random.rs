@@ -1,7 +1,7 @@
 //! Fleets drawn at random: how often, and by how much, is Prequal worse than the best of Envoy's own policies?
 //!
 //! `random` has the fleets that the rule has been changed for. `heldout` has the next ones, which served to compare
-//! later versions of the rule. `unseen` has the ones after those, with which no change of the rule was made or judged.
+//! later versions of the rule. `unseen` has the ones after those, which led to no change of the rule.
 //! Faults other than a slow server are left out; `finagle`, `sinkhole` and `churn` have them.
 
 use rand::rngs::SmallRng;
@@ -155,8 +155,8 @@ pub(super) fn unseen(length: RunLength) -> Experiment {
         length,
         "unseen",
         "yet more fleets drawn at random, which played no part in any choice",
-        "The 120 fleets after those of `heldout`. No change of the rule was made or judged with them. The rule \
-            has been changed since they were first run, but not because of them.",
+        "The 120 fleets after those of `heldout`. The rule has been changed since they were first run, \
+            but not because of them.",
     )
 }
 
