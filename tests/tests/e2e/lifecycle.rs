@@ -121,6 +121,34 @@ fn a_crash_of_the_vm_costs_one_request_and_keeps_the_pool() -> Result<()> {
     Ok(())
 }
 
+/// `FAIL_OPEN`, as in Istio's manifests, helps only later requests.
+#[test]
+fn a_crash_ends_the_requests_in_flight_with_either_failure_policy() -> Result<()> {
+    let module = crash_module();
+    bed!(std::slice::from_ref(&module));
+    for policy in ["FAIL_RELOAD", "FAIL_OPEN"] {
+        let fleet = Fleet::uniform(2, &Reply::ok())?;
+        let config = EnvoyConfig::for_replicas(&fleet.addrs())?.module(&module).concurrency(1);
+        let envoy = Envoy::start(config.edit(|config| {
+            let filter = config.filter_mut("prequal").expect("the filter");
+            filter["typed_config"]["config"]["failure_policy"] = json!(policy);
+        }))?;
+        warm(&envoy, 2);
+        fleet.iter().for_each(|replica| replica.backend.set(Reply::ok().gated()));
+        let client = envoy.client();
+        let load = std::thread::spawn(move || client.burst(8, 8, |_| Request::get("/")));
+        eventually("all requests wait", Duration::from_secs(5), || {
+            (fleet.iter().map(|replica| replica.backend.active()).sum::<i64>() == 8).then_some(())
+        });
+        envoy.client().send(Request::get("/").header("x-crash-prequal", "1"))?;
+        fleet.iter().for_each(|replica| replica.backend.set_gate(true));
+        let replies = load.join().expect("the load ran").into_iter();
+        let statuses = replies.map(|reply| Ok(reply?.status.as_u16())).collect::<Result<Vec<_>>>()?;
+        assert_eq!(statuses, [503; 8], "{policy}");
+    }
+    Ok(())
+}
+
 #[test]
 fn the_shipped_module_cannot_be_crashed_by_a_header() -> Result<()> {
     bed!();
