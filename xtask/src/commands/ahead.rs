@@ -13,22 +13,26 @@ use std::time::Duration;
 
 use anyhow::Result;
 
-use crate::commands::{compose, dist, fuzz, native, sim};
+use crate::commands::{compose, dist, fuzz, native, plb_guest, sim};
 use crate::toolchain::Choice;
 use crate::{policy, run, workspace};
 
 /// Work that is not sensitive to timing, so that it can be done at the lowest priority.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Job {
+    /// The base images of the step `compose`
+    Images,
     /// The step `native`
     Native,
     /// The step `sim`
     Sim,
-    /// The base images of the step `compose`
-    Images,
+    /// The step `plb-guest`
+    PlbGuest,
+    /// The step `fuzz`
+    Fuzz,
 }
 
-const JOBS: [Job; 3] = [Job::Native, Job::Sim, Job::Images];
+const JOBS: [Job; 5] = [Job::Images, Job::Native, Job::Sim, Job::PlbGuest, Job::Fuzz];
 
 /// Builds what the later steps of `cargo xtask test` need, in the order of these steps, and does the jobs.
 pub(crate) fn run() -> Result<()> {
@@ -36,19 +40,20 @@ pub(crate) fn run() -> Result<()> {
     run::test_programs()?;
     run::built_program("prequal-bench")?;
     dist::rehearsal::build(Choice::Auto)?;
-    Job::Native.run()?;
-    Job::Sim.run()?;
-    fuzz::build()?;
-    policy::cargo_deny()?;
-    Job::Images.run()
+    for job in JOBS {
+        job.run()?;
+    }
+    policy::cargo_deny().map(drop)
 }
 
 impl Job {
     pub(crate) fn title(self) -> &'static str {
         match self {
+            Self::Images => "base images",
             Self::Native => "tests of the native module",
             Self::Sim => "simulator",
-            Self::Images => "base images",
+            Self::PlbGuest => "PLB in a guest kernel",
+            Self::Fuzz => "fuzzing",
         }
     }
 
@@ -60,9 +65,11 @@ impl Job {
     /// Does the job and writes how it has ended. The job counts as done only if it skipped nothing.
     fn run(self) -> Result<()> {
         let skipped = match self {
+            Self::Images => compose::base_images().map(|()| vec![]),
             Self::Native => native::check(),
             Self::Sim => sim::quick().map(|()| vec![]),
-            Self::Images => compose::base_images().map(|()| vec![]),
+            Self::PlbGuest => plb_guest::prove(plb_guest::LIMIT).map(|()| vec![]),
+            Self::Fuzz => fuzz::quick().map(|()| vec![]),
         };
         let end = match skipped {
             Ok(skipped) if skipped.is_empty() => DONE.to_owned(),

@@ -57,6 +57,8 @@ pub(crate) fn install(tools: &[(&str, &str)]) -> Result<()> {
     progress::silently(&line, || {
         with_fresh_lists(|| {
             let mut command = run::tool("apt-get");
+            // By default, apt gives up at once if another process, such as `cargo xtask ahead`, uses it.
+            command.args(["-o", "DPkg::Lock::Timeout=300"]);
             command.args(["install", "-y", "--no-install-recommends"]).args(&missing);
             run::output(command.env("DEBIAN_FRONTEND", "noninteractive"))
         })
