@@ -26,6 +26,7 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 
 use super::clock::Clock;
+use super::cores::{Share, SharedCores};
 use super::inference::{Inference, TokenStream};
 use super::{
     CACHE_HEADER, Change, ChangeOrder, DONE, Fleet, KEY_HEADER, REPLICA_HEADER, ReplicaSpec, Service, Slots,
@@ -189,6 +190,7 @@ struct Behaviour {
     /// Cached keys, the most recently used at the back.
     keys: VecDeque<String>,
     queue: Queue,
+    cores: SharedCores,
 }
 
 /// The instants at which the slots become free.
@@ -221,13 +223,22 @@ enum RequestCost {
     Cpu(Duration),
     /// Instant at which the request, after any wait, has been served.
     Until(Instant),
+    /// Share of the replica's cores.
+    Shared(Share),
 }
 
 impl Behaviour {
     fn new(number: u16, service: Service) -> Self {
         // With its number as the seed, each replica has its own sequence, and every run repeats it.
         let rng = SmallRng::seed_from_u64(u64::from(number));
-        Self { service, failing: 0.0, rng, keys: VecDeque::new(), queue: Queue::default() }
+        Self {
+            service,
+            failing: 0.0,
+            rng,
+            keys: VecDeque::new(),
+            queue: Queue::default(),
+            cores: SharedCores::default(),
+        }
     }
 
     fn fails(&mut self) -> bool {
@@ -250,6 +261,10 @@ impl Behaviour {
             Service::Queue { slots, times } => {
                 let time = times.sample(&mut self.rng);
                 RequestCost::Until(self.queue.done(slots, Instant::now(), time))
+            }
+            Service::Cores { cores, times } => {
+                let time = times.sample(&mut self.rng);
+                RequestCost::Shared(self.cores.add(cores, Instant::now(), time))
             }
             Service::Inference { .. } | Service::Trivial => RequestCost::Sleep(Duration::ZERO, None),
         }
@@ -343,8 +358,18 @@ impl ReplicaState {
             }
             RequestCost::Cpu(time) => burn(time),
             RequestCost::Until(done) => self.clock.sleep_until(done).await,
+            RequestCost::Shared(share) => self.share_cores(share).await,
         }
         true
+    }
+
+    /// Waits until the request that has this share has been served. Requests that arrive meanwhile delay it.
+    async fn share_cores(&self, share: Share) {
+        loop {
+            let end = self.behaviour().cores.end(share, Instant::now());
+            let Some(end) = end else { return };
+            self.clock.sleep_until(end).await;
+        }
     }
 
     /// Waits for a slot; returns `None` if too many requests are already waiting.
@@ -604,6 +629,16 @@ mod tests {
         // Ten rounds of 10.5 ms. If the machine is late in the first rounds, that does not delay the later ones.
         let took = begin.elapsed();
         assert!(took >= Duration::from_millis(105), "{took:?}");
+    }
+
+    #[tokio::test]
+    async fn requests_that_share_a_core_delay_each_other() {
+        let times = Times::Exactly { ms: 10.0 };
+        let replica = TestReplica::start(ReplicaSpec::new(Service::Cores { cores: 1, times })).await;
+        let begin = Instant::now();
+        assert_eq!(replica.at_once(10).await, [200; 10]);
+        let took = begin.elapsed();
+        assert!(took >= Duration::from_millis(100), "{took:?}");
     }
 
     #[tokio::test]

@@ -2,8 +2,9 @@
 //! two kinds of replicas, constant or varying service times, and a load that makes requests wait.
 //!
 //! A replica serves a limited number of requests at a time, and any number may wait. Requests arrive open loop
-//! (Poisson), through one Envoy with two workers or spread over four with one worker each. `fleet` can also run a closed
-//! loop through one Envoy, in which a fixed number of connections saturates the replicas.
+//! (Poisson), through one Envoy with two workers or spread over four with one worker each. `fleet` can also have
+//! replicas whose requests share cores, and a closed loop through one Envoy, in which a fixed number of connections
+//! saturates the replicas.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -44,12 +45,16 @@ pub(crate) struct Any {
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=i64::from(MOST_REPLICAS)))]
     replicas: u16,
     /// Requests that a replica serves at a time
-    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=1000))]
-    slots: u16,
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=1000), required_unless_present = "cores")]
+    slots: Option<u16>,
+    /// Cores of a replica, in place of --slots: all its requests are served at once and share them
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=1000), conflicts_with = "slots")]
+    cores: Option<u16>,
     /// Service times in ms: exact:MS, exp:MEAN, lognormal:MEAN,SIGMA or mix:LOW-HIGH,LOW-HIGH,SHARE
     #[arg(long, value_name = "TIMES")]
     service: Times,
-    /// Another kind of replica, as REPLICASxSLOTS:TIMES; may be repeated. The share of all but the first kind is shown
+    /// Another kind of replica, as REPLICASxSLOTS:TIMES, or REPLICASxCORESc:TIMES with cores; may be repeated. The
+    /// share of all but the first kind is shown
     #[arg(long, value_name = "GROUP")]
     and: Vec<ReplicaGroup>,
     /// Load as a fraction of what the whole fleet can serve
@@ -79,23 +84,48 @@ impl Any {
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct ReplicaGroup {
     replicas: u16,
-    slots: u16,
+    serving: Serving,
     times: Times,
+}
+
+/// How many requests a replica can serve without slowing down.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Serving {
+    /// Further requests wait.
+    Slots(u16),
+    /// All requests share the cores.
+    Cores(u16),
+}
+
+impl Serving {
+    fn requests(self) -> u16 {
+        match self {
+            Self::Slots(count) | Self::Cores(count) => count,
+        }
+    }
 }
 
 impl ReplicaGroup {
     /// Requests per second that the group can serve.
     fn capacity(self) -> f64 {
-        f64::from(self.replicas) * f64::from(self.slots) * 1e3 / self.times.mean_ms()
+        f64::from(self.replicas) * f64::from(self.serving.requests()) * 1e3 / self.times.mean_ms()
     }
 
     fn text(self) -> String {
-        let plural = if self.slots == 1 { "" } else { "s" };
-        format!("{} replicas with {} slot{plural}, {}", self.replicas, self.slots, self.times)
+        let plural = if self.serving.requests() == 1 { "" } else { "s" };
+        let serving = match self.serving {
+            Serving::Slots(slots) => format!("{slots} slot{plural}"),
+            Serving::Cores(cores) => format!("{cores} shared core{plural}"),
+        };
+        format!("{} replicas with {serving}, {}", self.replicas, self.times)
     }
 
     fn replica(self) -> ReplicaSpec {
-        ReplicaSpec::new(Service::Queue { slots: usize::from(self.slots), times: self.times })
+        let times = self.times;
+        ReplicaSpec::new(match self.serving {
+            Serving::Slots(slots) => Service::Queue { slots: slots.into(), times },
+            Serving::Cores(cores) => Service::Cores { cores: cores.into(), times },
+        })
     }
 }
 
@@ -103,17 +133,22 @@ impl FromStr for ReplicaGroup {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let form = || format!("`{text}` is not REPLICASxSLOTS:TIMES, such as 2x1:exp:40");
+        let form =
+            || format!("`{text}` is not REPLICASxSLOTS:TIMES or REPLICASxCORESc:TIMES, such as 2x1:exp:40");
         let (size, times) = text.split_once(':').with_context(form)?;
-        let (replicas, slots) = size.split_once('x').with_context(form)?;
-        let (replicas, slots): (u16, u16) =
-            (replicas.parse().with_context(form)?, slots.parse().with_context(form)?);
+        let (replicas, serving) = size.split_once('x').with_context(form)?;
+        let replicas: u16 = replicas.parse().with_context(form)?;
+        let serving = match serving.strip_suffix('c') {
+            Some(cores) => Serving::Cores(cores.parse().with_context(form)?),
+            None => Serving::Slots(serving.parse().with_context(form)?),
+        };
         ensure!(
             (1..=MOST_REPLICAS).contains(&replicas),
             "from 1 to {MOST_REPLICAS} replicas, not {replicas}"
         );
-        ensure!((1..=1000).contains(&slots), "from 1 to 1000 slots, not {slots}");
-        Ok(Self { replicas, slots, times: times.parse()? })
+        let requests = serving.requests();
+        ensure!((1..=1000).contains(&requests), "from 1 to 1000 slots or cores, not {requests}");
+        Ok(Self { replicas, serving, times: times.parse()? })
     }
 }
 
@@ -124,7 +159,7 @@ fn load(text: &str) -> Result<f64> {
 }
 
 fn exponential(replicas: u16, slots: u16, mean_ms: f64) -> ReplicaGroup {
-    ReplicaGroup { replicas, slots, times: Times::Exponential { mean_ms } }
+    ReplicaGroup { replicas, serving: Serving::Slots(slots), times: Times::Exponential { mean_ms } }
 }
 
 /// Identical, busy replicas.
@@ -142,7 +177,7 @@ pub(super) fn equal_90(seconds: Duration) -> Scenario {
 /// Identical replicas, but one request in ten takes twenty times as long as the others.
 pub(super) fn mix(seconds: Duration) -> Scenario {
     let times = Times::Mix { usual: [5.0, 15.0], other: [100.0, 300.0], other_share: 0.1 };
-    scenario("mix", &[ReplicaGroup { replicas: 8, slots: 4, times }], 772, None, seconds)
+    scenario("mix", &[ReplicaGroup { replicas: 8, serving: Serving::Slots(4), times }], 772, None, seconds)
 }
 
 /// Half of the replicas are half as fast.
@@ -159,13 +194,15 @@ pub(super) fn queue(seconds: Duration) -> Scenario {
 
 /// Identical replicas and identical requests: round robin is hard to beat.
 pub(super) fn constant(seconds: Duration) -> Scenario {
-    let group = ReplicaGroup { replicas: 12, slots: 4, times: Times::Exactly { ms: 40.0 } };
+    let times = Times::Exactly { ms: 40.0 };
+    let group = ReplicaGroup { replicas: 12, serving: Serving::Slots(4), times };
     scenario("constant", &[group], 1080, None, seconds)
 }
 
 /// Identical replicas, rarely busy: each must get some requests. The whole run is judged.
 pub(super) fn idle(seconds: Duration) -> Scenario {
-    let group = ReplicaGroup { replicas: 4, slots: 4, times: Times::Exactly { ms: 10.0 } };
+    let times = Times::Exactly { ms: 10.0 };
+    let group = ReplicaGroup { replicas: 4, serving: Serving::Slots(4), times };
     Scenario {
         title: format!("{}, 20 requests/s", group.text()),
         load: Load::constant(20),
@@ -177,7 +214,11 @@ pub(super) fn idle(seconds: Duration) -> Scenario {
 
 /// The fleet that the command line describes.
 pub(super) fn any(fleet: &Any, seconds: Duration) -> Scenario {
-    let first = ReplicaGroup { replicas: fleet.replicas, slots: fleet.slots, times: fleet.service };
+    let serving = match (fleet.slots, fleet.cores) {
+        (_, Some(cores)) => Serving::Cores(cores),
+        (slots, None) => Serving::Slots(slots.unwrap_or(1)),
+    };
+    let first = ReplicaGroup { replicas: fleet.replicas, serving, times: fleet.service };
     let groups: Vec<ReplicaGroup> = std::iter::once(first).chain(fleet.and.iter().copied()).collect();
     let capacity: f64 = groups.iter().map(|group| group.capacity()).sum();
     let per_second = (fleet.load.unwrap_or_default() * capacity).round().max(1.0) as u32;
@@ -292,6 +333,21 @@ mod tests {
     }
 
     #[test]
+    fn replicas_can_share_cores() {
+        let line = "--replicas 8 --cores 2 --service exp:20 --and 2x1c:exp:40 --load 0.5 --envoys 1";
+        let scenario = parsed(line).unwrap();
+        assert_eq!(
+            scenario.title,
+            "8 replicas with 2 shared cores, exponential 20 ms, and 2 replicas with 1 shared core, exponential 40 ms; \
+             425 requests/s Poisson, 50 % load"
+        );
+        let kind = |cores, mean_ms| {
+            ReplicaSpec::new(Service::Cores { cores, times: Times::Exponential { mean_ms } })
+        };
+        assert_eq!((scenario.fleet.0[7], scenario.fleet.0[8]), (kind(2, 20.0), kind(1, 40.0)));
+    }
+
+    #[test]
     fn any_fleet_can_be_saturated_by_a_closed_loop() {
         let scenario =
             parsed("--replicas 8 --slots 4 --service exact:20 --connections 100 --envoys 1").unwrap();
@@ -318,7 +374,10 @@ mod tests {
             ("--replicas 2", "--replicas 0", "0 is not in 1..=100"),
             ("--load", "--connections 9 --load", "cannot be used with"),
             ("--load 0.9", "", "--load <PART>"),
+            ("--slots 3", "", "--slots <COUNT>"),
+            ("--load", "--cores 2 --load", "cannot be used with"),
             ("--load", "--and 2:exp:40 --load", "REPLICASxSLOTS:TIMES"),
+            ("--load", "--and 2x0c:exp:40 --load", "from 1 to 1000 slots or cores, not 0"),
             ("--load", "--and 0x1:exp:40 --load", "from 1 to 100 replicas, not 0"),
             ("--load", "--and 2x1:exp --load", "no `:`"),
         ] {
