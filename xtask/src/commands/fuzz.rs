@@ -153,6 +153,10 @@ pub(crate) fn build() -> Result<PathBuf> {
     Ok(folder().join(host).join("release"))
 }
 
+/// Arguments of `unshare` that run a program in a network namespace with a loopback interface, even without root.
+const OWN_NETWORK: [&str; 6] =
+    ["--map-root-user", "--net", "--", "sh", "-c", r#"ip link set lo up && exec "$0" "$@""#];
+
 struct Target {
     name: &'static str,
     programs: PathBuf,
@@ -175,8 +179,17 @@ impl Target {
         folder().join("corpus").join(self.name)
     }
 
+    /// The program, in a network namespace of its own if that is allowed. Its thousands of connections a second would
+    /// otherwise fill the machine's table of tracked connections within two minutes (if there is one, as on machines
+    /// with Docker), and then the kernel would drop new connections.
     fn program(&self) -> Command {
-        let mut program = Command::new(self.programs.join(self.name));
+        let mut program = run::tool("unshare");
+        program.args(OWN_NETWORK);
+        if run::succeeds(run::tool("unshare").args(OWN_NETWORK).arg("true")) {
+            program.arg(self.programs.join(self.name));
+        } else {
+            program = Command::new(self.programs.join(self.name));
+        }
         program.current_dir(workspace::root());
         program
     }
@@ -206,13 +219,7 @@ impl Target {
             .with_context(|| format!("starting {}", self.name))?;
         let said = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
         if !status.success() {
-            let lines = said.lines().filter(|line| {
-                line.contains("panicked at")
-                    || line.starts_with("SUMMARY")
-                    || line.contains("Test unit written")
-            });
-            let lines: Vec<&str> = lines.collect();
-            bail!("{} failed: {}\n{}", self.name, lines.join("; "), log.display());
+            bail!("{} failed: {}\n{}", self.name, reasons(&said).join("; "), log.display());
         }
         Ok(Summary::read(&said))
     }
@@ -240,6 +247,16 @@ impl Target {
         ));
         Ok(())
     }
+}
+
+/// The lines of a failed program's output that say why it failed. A panic's message is on the line after its place.
+fn reasons(said: &str) -> Vec<&str> {
+    let mut panicked = false;
+    let tells = |line: &&str| {
+        let message = std::mem::replace(&mut panicked, line.contains("panicked at"));
+        message || panicked || line.starts_with("SUMMARY") || line.contains("Test unit written")
+    };
+    said.lines().filter(tells).collect()
 }
 
 /// Whether libFuzzer named the file, which it does by hash. Files named by a person or a target are kept.
@@ -341,6 +358,18 @@ mod tests {
             stat::number_of_executed_units: 3000000\n";
         assert_eq!(Summary::read(said), Summary { executions: 3_000_000, edges: [158, 172, 2212] });
         assert_eq!(Summary::read("nothing"), Summary::default());
+    }
+
+    #[test]
+    fn a_failure_names_its_reasons() {
+        let said = "#9\tINITED cov: 158\n\
+            thread '<unnamed>' (9) panicked at src/agent.rs:161:9:\n\
+            no complete answer within 8s\n\
+            stack backtrace:\n\
+            SUMMARY: libFuzzer: deadly signal\n";
+        let reasons = reasons(said);
+        assert_eq!(reasons.len(), 3, "{reasons:?}");
+        assert_eq!(reasons[1], "no complete answer within 8s");
     }
 
     #[test]
