@@ -67,6 +67,7 @@ type levels struct {
 	known          bool
 	run            fastRun
 	beyond         beyond
+	single         oneByOne
 }
 
 // moved credits the time since the last update to the current level, and then changes the level to after.
@@ -76,6 +77,9 @@ func (l *levels) moved(now uint64, after uint32) {
 		if r := l.row(l.level); r != nil {
 			r.time += elapsed
 		}
+	}
+	if after < l.level {
+		l.single.left(now)
 	}
 	l.level, l.since, l.begun = after, now, true
 }
@@ -92,6 +96,9 @@ func (l *levels) served(now uint64, level, arrivedAs, latencyUs uint32) {
 	weight := l.weight(now)
 	level = l.levelOfBurst(now, max(level, 1), uint64(latencyUs/together))
 	l.row(level).left += weight
+	if arrivedAs > 1 {
+		l.single.answered(now, weight, latencyUs)
+	}
 	arrived := l.row(max(arrivedAs, 1))
 	arrived.met += weight
 	arrived.took += float64(latencyUs) * weight
@@ -105,6 +112,7 @@ func (l *levels) served(now uint64, level, arrivedAs, latencyUs uint32) {
 func (l *levels) startAnew(now uint64) {
 	answers, took := l.run.take()
 	l.rows, l.logs = l.rows[:0], l.logs[:0]
+	l.single = oneByOne{}
 	l.origin, l.latest, l.since, l.begun = now, now, now, true
 	squares := 2 * took * took / max(answers, 1)
 	*l.row(1) = row{time: took, left: answers, met: answers, took: took, squares: squares}
@@ -197,7 +205,8 @@ func (l *levels) fitted(weight float64, running row) (capacity, bool) {
 		lastLog = log
 	}
 	// With many requests whose levels hardly vary, the knee is 1 unless another scores clearly better.
-	alone := isMany && isNarrow && l.scores[0].score >= best-(doubt+clearly*all.left/weight)
+	unclear := isMany && isNarrow && l.scores[0].score >= best-(doubt+clearly*all.left/weight)
+	alone := unclear || l.single.isEvident(&l.rows[0], weight)
 	for i, s := range l.scores {
 		if alone || s.score >= best-doubt {
 			base := min(max(s.effort/all.left, 1), maxLatencyUs)
@@ -256,6 +265,7 @@ func (l *levels) weight(now uint64) float64 {
 			used = i + 1
 		}
 	}
+	l.single.scale(weight)
 	l.rows, l.logs = l.rows[:used], l.logs[:used]
 	l.origin = now
 	return 1

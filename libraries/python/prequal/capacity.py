@@ -9,6 +9,7 @@ import math
 from typing import NamedTuple
 
 from .recent import Beyond, FastRun
+from .single import ASSUMED, OneByOne
 
 # The constants of crates/prequal-core/src/server/capacity.rs, which documents them.
 MAX_LATENCY_US = 3_600_000_000
@@ -21,7 +22,6 @@ STEADY_KNEE = 3
 MANY = 6.0
 NARROW = 0.02
 CLEARLY = 0.005
-ASSUMED = 0.25
 LEAST = 0.5
 FIT_EVERY_US = 10_000
 FIT_AT_LEAST_US = 3_000_000
@@ -77,6 +77,7 @@ class Levels:
         self._fit: Capacity | None = None
         self._run = FastRun()
         self._beyond = Beyond()
+        self._single = OneByOne()
 
     def expected_us(self) -> int | None:
         """Returns the latency of a request at the current level according to the last fit, microseconds."""
@@ -91,6 +92,8 @@ class Levels:
         elapsed = self._elapsed(now) * weight
         if elapsed > 0.0 and self.level > 0:
             self._row(self.level).time += elapsed
+        if after < self.level:
+            self._single.left(now)
         self.level, self._since = after, now
 
     def served(self, now: int, level: int, arrived_as: int, latency_us: int) -> None:
@@ -103,6 +106,8 @@ class Levels:
         weight = self._weight(now)
         level = self._level_of_burst(now, max(level, 1), latency_us // TOGETHER)
         self._row(level).left += weight
+        if arrived_as > 1:
+            self._single.answered(now, weight, latency_us)
         arrived = self._row(max(arrived_as, 1))
         arrived.met += weight
         arrived.took += latency_us * weight
@@ -115,6 +120,7 @@ class Levels:
         answers, took = self._run.take()
         squares = 2.0 * took * took / max(answers, 1.0)
         self._rows, self._logs = [Row(took, answers, answers, took, squares)], [0.0]
+        self._single = OneByOne()
         self._origin, self._latest, self._since = now, now, now
         self._fitted_at = None
 
@@ -191,7 +197,8 @@ class Levels:
                 left -= row.left
             last_log = log
         # With many requests whose levels hardly vary, the knee is 1 unless another scores clearly better.
-        alone = many and narrow and scores[0][0] >= best - (DOUBT + CLEARLY * all_left / weight)
+        unclear = many and narrow and scores[0][0] >= best - (DOUBT + CLEARLY * all_left / weight)
+        alone = unclear or self._single.is_evident(self._rows[0], weight)
         for k, (score, effort) in enumerate(scores, 1):
             if alone or score >= best - DOUBT:
                 base = min(max(effort / all_left, 1.0), float(MAX_LATENCY_US))
@@ -234,6 +241,7 @@ class Levels:
             row.squares /= weight
             if row.time > 1.0 or row.left > 1e-6 or row.met > 1e-6:
                 used = k
+        self._single.scale(weight)
         del self._rows[used:], self._logs[used:]
         self._origin = now
         return 1.0

@@ -36,7 +36,7 @@ const PLAIN: Plan = Plan {
     slow_clients: 0.0,
 };
 
-const PLANS: [Plan; 9] = [
+const PLANS: [Plan; 10] = [
     PLAIN,
     Plan { name: "constant", constant: true, slots: 8, phases: &[(10.0, 180.0, 1.0, 0)], ..PLAIN },
     Plan {
@@ -70,6 +70,8 @@ const PLANS: [Plan; 9] = [
         ],
         ..PLAIN
     },
+    // Requests that arrive alone take as long as those that follow another one.
+    Plan { name: "one by one", slots: 1, constant: true, phases: &[(20.0, 12.0, 1.0, 0)], ..PLAIN },
     Plan { name: "trickle", fails: 0.2, phases: &[(60.0, 0.4, 1.0, 0)], ..PLAIN },
 ];
 

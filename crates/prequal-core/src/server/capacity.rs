@@ -25,6 +25,8 @@
 //! service times, a request that has just begun does not leave soon, so departures seem to say that two requests are
 //! served at once. Latencies are then the better evidence.
 //!
+//! Where requests are evidently served one by one (`capacity/single.rs`), K is 1 whatever the scores.
+//!
 //! `docs/design/adr/0008-predicted-latency.md` has the alternatives with their curves.
 //!
 //! Single responses show at once what the fit is slow to see (`capacity/recent.rs`): that a replica has become faster,
@@ -37,8 +39,10 @@ use crate::shared::capacity::{Capacity, FADES_US};
 use crate::shared::time::{MAX_LATENCY_US, Micros};
 
 mod recent;
+mod single;
 
 use recent::{Beyond, FastRun};
+use single::OneByOne;
 
 /// Highest knee that is distinguished; more requests in flight count as this many.
 pub const MAX_KNEE: u16 = 512;
@@ -114,6 +118,7 @@ pub struct Levels {
     fit: Option<Capacity>,
     run: FastRun,
     beyond: Beyond,
+    single: OneByOne,
 }
 
 impl Default for Levels {
@@ -138,6 +143,7 @@ impl Levels {
             fit: None,
             run: FastRun::default(),
             beyond: Beyond::default(),
+            single: OneByOne::default(),
         }
     }
 
@@ -171,6 +177,9 @@ impl Levels {
             }
         }
         (self.level, self.since) = (after, Some(now));
+        if after < before {
+            self.single.left(now);
+        }
     }
 
     /// Records that another worker's request arrived or left at `at`, like [`Self::moved`], unless the update is late.
@@ -194,6 +203,9 @@ impl Levels {
         let weight = self.weight(now);
         let level = self.level_of_burst(now, level.max(1), u64::from(latency_us / TOGETHER));
         self.row(level, |row| row.left += weight);
+        if arrived_as > 1 {
+            self.single.answered(now, weight, latency_us);
+        }
         let took = f64::from(latency_us);
         self.row(arrived_as.max(1), |row| {
             row.met += weight;
@@ -211,6 +223,7 @@ impl Levels {
         let (answers, took) = self.run.take();
         self.rows.clear();
         self.logs.clear();
+        self.single = OneByOne::default();
         (self.origin, self.latest, self.since) = (now, now, Some(now));
         // Nothing is known about their variation yet, so they count as exponential.
         let squares = 2.0 * took * took / answers.max(1.0);
@@ -305,7 +318,9 @@ impl Levels {
             last_log = *log;
         }
         let (one, _) = self.scores.first()?;
-        let knee = if many && narrow && *one >= best - (DOUBT + CLEARLY * all.left / weight) {
+        let single = self.rows.first().is_some_and(|alone| self.single.is_evident(alone, weight));
+        let unclear = many && narrow && *one >= best - (DOUBT + CLEARLY * all.left / weight);
+        let knee = if single || unclear {
             0
         } else {
             self.scores.iter().position(|(score, _)| *score >= best - DOUBT)?
@@ -355,6 +370,7 @@ impl Levels {
                 *sum /= weight;
             }
         }
+        self.single.scale(weight);
         // Drops empty levels at the top, which would cost time at every fit.
         let used = self.rows.iter().rposition(|row| row.time > 1.0 || row.left > 1e-6 || row.met > 1e-6);
         let used = used.map_or(0, |index| index + 1);

@@ -98,6 +98,23 @@ fn few_slots_with_constant_service_times_have_their_knee_at_their_number() {
     }
 }
 
+/// A client that takes turns sends the second request when the first one is nearly done.
+#[test]
+fn a_second_request_that_hardly_waits_does_not_look_like_a_second_slot() {
+    for (slots, after_ms, knee) in [(1, 19, 1), (1, 10, 1), (2, 10, 2), (2, 15, 2)] {
+        let mut tracker = tracker();
+        for round in 0..100 {
+            let at = |after: u64| ms(round * 60 + after);
+            let first = tracker.start(at(0));
+            let second = tracker.start(at(after_ms));
+            tracker.finish(first, at(20), Outcome::Success);
+            let end = if slots == 1 { 40 } else { after_ms + 20 };
+            tracker.finish(second, at(end), Outcome::Success);
+        }
+        assert_near(tracker.capacity(ms(6000)).unwrap(), 20.0, 0.05, knee..=knee);
+    }
+}
+
 /// Knees that a replica reports after each of its answers. Its clients always keep as many requests in flight as
 /// `in_flight` allows; the number changes with every 20th request.
 fn knees(slots: u16, service_ms: f64, in_flight: std::ops::RangeInclusive<usize>) -> Vec<u16> {

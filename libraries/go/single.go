@@ -1,0 +1,53 @@
+package prequal
+
+import "math"
+
+// Whether the server serves one request at a time. This file follows
+// crates/prequal-core/src/server/capacity/single.rs, which explains how that can be told.
+
+const (
+	enough    = 3
+	varied    = 0.5
+	errorLow  = 0.05
+	errorHigh = 0.2
+)
+
+// oneByOne holds fading sums over the requests that arrived while others were at the server.
+type oneByOne struct {
+	// Times of the last departure but one, and of the last one.
+	before, last uint64
+	// Number of good responses to such requests, and the time from the departure before each response, but at most from
+	// its request's arrival.
+	followed, took float64
+}
+
+// left records that a request has left.
+func (o *oneByOne) left(now uint64) {
+	o.before, o.last = o.last, now
+}
+
+// answered records the good response to a request that arrived while others were at the server, and that has just left.
+func (o *oneByOne) answered(now uint64, weight float64, latencyUs uint32) {
+	if o.last == now {
+		o.followed += weight
+		o.took += min(float64(latencyUs), float64(since(now, o.before))) * weight
+	}
+}
+
+// isEvident returns whether requests are served one by one. alone is the row of level 1.
+func (o *oneByOne) isEvident(alone *row, weight float64) bool {
+	if min(o.followed, alone.met) < enough*weight {
+		return false
+	}
+	mean := alone.took / alone.met
+	squared := max(alone.squares/alone.met/(mean*mean)-1, 0)
+	variation := squared + assumed*weight/alone.met
+	deviation := math.Sqrt(variation * weight * (1/o.followed + 1/alone.met))
+	return variation <= varied && o.took/o.followed >= mean*(1-min(max(deviation, errorLow), errorHigh))
+}
+
+// scale divides the sums by weight.
+func (o *oneByOne) scale(weight float64) {
+	o.followed /= weight
+	o.took /= weight
+}

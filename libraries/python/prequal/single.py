@@ -1,0 +1,66 @@
+"""Detects that the server serves one request at a time.
+
+Follows crates/prequal-core/src/server/capacity/single.rs, which explains how that can be told.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+ASSUMED = 0.25
+ENOUGH = 3.0
+VARIED = 0.5
+ERROR = (0.05, 0.2)
+
+
+class Alone(Protocol):
+    """The row of level 1."""
+
+    @property
+    def met(self) -> float: ...
+
+    @property
+    def took(self) -> float: ...
+
+    @property
+    def squares(self) -> float: ...
+
+
+class OneByOne:
+    """Fading sums over the requests that arrived while others were at the server."""
+
+    def __init__(self) -> None:
+        #: Times of the last departure but one, and of the last one.
+        self._departures = (0, 0)
+        #: Number of good responses to such requests, and the time from the departure before each response, but at most
+        #: from its request's arrival.
+        self._followed = 0.0
+        self._took = 0.0
+
+    def left(self, now: int) -> None:
+        """Records that a request has left."""
+        self._departures = (self._departures[1], now)
+
+    def answered(self, now: int, weight: float, latency_us: int) -> None:
+        """Records the good response to a request that arrived while others were at the server, and has just left."""
+        before, last = self._departures
+        if last == now:
+            self._followed += weight
+            self._took += min(float(latency_us), float(max(now - before, 0))) * weight
+
+    def is_evident(self, alone: Alone, weight: float) -> bool:
+        """Whether requests are served one by one."""
+        if min(self._followed, alone.met) < ENOUGH * weight:
+            return False
+        mean = alone.took / alone.met
+        squared = max(alone.squares / alone.met / (mean * mean) - 1.0, 0.0)
+        variation = squared + ASSUMED * weight / alone.met
+        error = math.sqrt(variation * weight * (1.0 / self._followed + 1.0 / alone.met))
+        low, high = ERROR
+        return variation <= VARIED and self._took / self._followed >= mean * (1.0 - min(max(error, low), high))
+
+    def scale(self, weight: float) -> None:
+        """Divides the sums by `weight`."""
+        self._followed /= weight
+        self._took /= weight
