@@ -176,6 +176,10 @@ fn all() -> Vec<Point> {
             .with(|scenario| scenario.measured = 120.0),
         fleet("10 × 1 core, exactly 20, 80 %", &[(10, NO_QUEUE, 20.0)], Exact, 400.0).with(on_one_core),
         fleet("10 × 1 core, exp 20, 80 %", &[(10, NO_QUEUE, 20.0)], Exponential, 400.0).with(on_one_core),
+        fleet("10 × 1 core, lognormal σ 0.5, 70 %", &[(10, NO_QUEUE, 20.0)], LogNormal { sigma: 0.5 }, 309.0)
+            .with(on_one_core),
+        fleet("20 × 1, exactly 10, 70 %", &[(20, 1, 10.0)], Exact, 1400.0),
+        fleet("14 × 1, lognormal σ 0.5, 75 %", &[(14, 1, 20.0)], LogNormal { sigma: 0.5 }, 463.0),
         fleet("5 at 20, 5 at 40, exactly, 80 %", &[(5, 1, 20.0), (5, 1, 40.0)], Exact, 300.0),
         // Closed loops, as from load generators with a fixed number of connections. Every replica is saturated.
         closed("8 × 4, exp 20", &[(8, 4, 20.0)], Exponential, 200),

@@ -8,7 +8,7 @@ use super::{Report, Statement, Verdict};
 const MOST_COLUMNS: usize = 10;
 
 /// Maximum number of rows of the section's table. With more points than this, only the file of tables has them.
-const MOST_ROWS: usize = 60;
+const MOST_ROWS: usize = 80;
 
 /// The policies that the section's table shows if there are too many points and too many policies for all.
 const SHOWN: [&str; 6] = ["RR", "LL", "CSWRR", "C3", "Prequal (paper)", "Prequal (ours)"];
