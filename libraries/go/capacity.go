@@ -112,7 +112,7 @@ func (l *levels) served(now uint64, level, arrivedAs, latencyUs uint32) {
 func (l *levels) startAnew(now uint64) {
 	answers, took := l.run.take()
 	l.rows, l.logs = l.rows[:0], l.logs[:0]
-	l.single = oneByOne{}
+	l.single.startAnew()
 	l.origin, l.latest, l.since, l.begun = now, now, now, true
 	squares := 2 * took * took / max(answers, 1)
 	*l.row(1) = row{time: took, left: answers, met: answers, took: took, squares: squares}

@@ -14,21 +14,23 @@ const (
 
 // oneByOne holds fading sums over the requests that arrived while others were at the server.
 type oneByOne struct {
-	// Times of the last departure but one, and of the last one.
+	// Number of departures that are known, at most two, and the times of the last one but one and of the last one.
+	departures   int
 	before, last uint64
-	// Number of good responses to such requests, and the time from the departure before each response, but at most from
-	// its request's arrival.
+	// Number of good responses to such requests, and the sum of their times, each from the previous departure or from the
+	// request's own arrival, whichever is later.
 	followed, took float64
 }
 
-// left records that a request has left.
+// left records that a request has left the server, or waits for its client.
 func (o *oneByOne) left(now uint64) {
 	o.before, o.last = o.last, now
+	o.departures = min(o.departures+1, 2)
 }
 
 // answered records the good response to a request that arrived while others were at the server, and that has just left.
 func (o *oneByOne) answered(now uint64, weight float64, latencyUs uint32) {
-	if o.last == now {
+	if o.departures == 2 && o.last == now {
 		o.followed += weight
 		o.took += min(float64(latencyUs), float64(since(now, o.before))) * weight
 	}
@@ -36,7 +38,7 @@ func (o *oneByOne) answered(now uint64, weight float64, latencyUs uint32) {
 
 // isEvident returns whether requests are served one by one. alone is the row of level 1.
 func (o *oneByOne) isEvident(alone *row, weight float64) bool {
-	if min(o.followed, alone.met) < enough*weight {
+	if min(o.followed, alone.met) < enough*weight || alone.took <= 0 {
 		return false
 	}
 	mean := alone.took / alone.met
@@ -44,6 +46,11 @@ func (o *oneByOne) isEvident(alone *row, weight float64) bool {
 	variation := squared + assumed*weight/alone.met
 	deviation := math.Sqrt(variation * weight * (1/o.followed + 1/alone.met))
 	return variation <= varied && o.took/o.followed >= mean*(1-min(max(deviation, errorLow), errorHigh))
+}
+
+// startAnew forgets the requests so far, but not when the last ones left.
+func (o *oneByOne) startAnew() {
+	o.followed, o.took = 0, 0
 }
 
 // scale divides the sums by weight.

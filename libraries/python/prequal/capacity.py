@@ -120,7 +120,7 @@ class Levels:
         answers, took = self._run.take()
         squares = 2.0 * took * took / max(answers, 1.0)
         self._rows, self._logs = [Row(took, answers, answers, took, squares)], [0.0]
-        self._single = OneByOne()
+        self._single.start_anew()
         self._origin, self._latest, self._since = now, now, now
         self._fitted_at = None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
+#: Squared coefficient of variation that is assumed before any latency is known. It weighs as much as one new latency.
 ASSUMED = 0.25
 ENOUGH = 3.0
 VARIED = 0.5
@@ -31,27 +32,27 @@ class OneByOne:
     """Fading sums over the requests that arrived while others were at the server."""
 
     def __init__(self) -> None:
-        #: Times of the last departure but one, and of the last one.
-        self._departures = (0, 0)
-        #: Number of good responses to such requests, and the time from the departure before each response, but at most
-        #: from its request's arrival.
+        #: Times of the last departure but one, and of the last one, as far as they are known.
+        self._departures: tuple[int | None, int | None] = (None, None)
+        #: Number of good responses to such requests, and the sum of their times, each from the previous departure or
+        #: from the request's own arrival, whichever is later.
         self._followed = 0.0
         self._took = 0.0
 
     def left(self, now: int) -> None:
-        """Records that a request has left."""
+        """Records that a request has left the server, or waits for its client."""
         self._departures = (self._departures[1], now)
 
     def answered(self, now: int, weight: float, latency_us: int) -> None:
         """Records the good response to a request that arrived while others were at the server, and has just left."""
         before, last = self._departures
-        if last == now:
+        if before is not None and last == now:
             self._followed += weight
             self._took += min(float(latency_us), float(max(now - before, 0))) * weight
 
     def is_evident(self, alone: Alone, weight: float) -> bool:
         """Whether requests are served one by one."""
-        if min(self._followed, alone.met) < ENOUGH * weight:
+        if min(self._followed, alone.met) < ENOUGH * weight or alone.took <= 0.0:
             return False
         mean = alone.took / alone.met
         squared = max(alone.squares / alone.met / (mean * mean) - 1.0, 0.0)
@@ -59,6 +60,10 @@ class OneByOne:
         error = math.sqrt(variation * weight * (1.0 / self._followed + 1.0 / alone.met))
         low, high = ERROR
         return variation <= VARIED and self._took / self._followed >= mean * (1.0 - min(max(error, low), high))
+
+    def start_anew(self) -> None:
+        """Forgets the requests so far, but not when the last ones left."""
+        self._followed = self._took = 0.0
 
     def scale(self, weight: float) -> None:
         """Divides the sums by `weight`."""

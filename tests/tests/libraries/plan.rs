@@ -36,7 +36,7 @@ const PLAIN: Plan = Plan {
     slow_clients: 0.0,
 };
 
-const PLANS: [Plan; 10] = [
+const PLANS: [Plan; 11] = [
     PLAIN,
     Plan { name: "constant", constant: true, slots: 8, phases: &[(10.0, 180.0, 1.0, 0)], ..PLAIN },
     Plan {
@@ -70,9 +70,18 @@ const PLANS: [Plan; 10] = [
         ],
         ..PLAIN
     },
-    // Requests that arrive alone take as long as those that follow another one.
-    Plan { name: "one by one", slots: 1, constant: true, phases: &[(20.0, 12.0, 1.0, 0)], ..PLAIN },
     Plan { name: "trickle", fails: 0.2, phases: &[(60.0, 0.4, 1.0, 0)], ..PLAIN },
+    // After the previous departure, a request takes as long as one that arrives alone.
+    Plan { name: "one by one", slots: 1, constant: true, phases: &[(20.0, 12.0, 1.0, 0)], ..PLAIN },
+    // A clock so coarse that no request takes any time.
+    Plan {
+        name: "no time",
+        slots: 1,
+        constant: true,
+        service_us: 0.0,
+        phases: &[(5.0, 60.0, 1.0, 0)],
+        ..PLAIN
+    },
 ];
 
 /// All traces, each with its seed.

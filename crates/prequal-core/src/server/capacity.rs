@@ -185,6 +185,7 @@ impl Levels {
     /// Records that another worker's request arrived or left at `at`, like [`Self::moved`], unless the update is late.
     /// A late update changes nothing, because later updates already include it.
     pub fn heard(&mut self, at: Micros, before: u32, after: u32) {
+        self.single.share();
         if self.since.is_none_or(|since| at >= since) {
             self.moved(at, before, after);
         }
@@ -223,7 +224,7 @@ impl Levels {
         let (answers, took) = self.run.take();
         self.rows.clear();
         self.logs.clear();
-        self.single = OneByOne::default();
+        self.single.start_anew();
         (self.origin, self.latest, self.since) = (now, now, Some(now));
         // Nothing is known about their variation yet, so they count as exponential.
         let squares = 2.0 * took * took / answers.max(1.0);

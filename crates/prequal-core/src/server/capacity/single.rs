@@ -13,35 +13,42 @@ use crate::shared::time::Micros;
 /// Fading sums over the requests that arrived while others were in flight.
 #[derive(Debug, Default)]
 pub(super) struct OneByOne {
-    /// Times of the last departure but one, and of the last one.
-    departures: (Micros, Micros),
-    /// Number of good responses to such requests, and the time from the departure before each response, but at most
-    /// from its request's arrival.
+    /// Times of the last departure but one, and of the last one, as far as they are known.
+    departures: (Option<Micros>, Option<Micros>),
+    /// Number of good responses to such requests, and the sum of their times, each from the previous departure or from
+    /// the request's own arrival, whichever is later.
     followed: f64,
     took: f64,
+    /// Whether other workers serve requests too. Their departures become known late, so nothing can be told.
+    shared: bool,
 }
 
 impl OneByOne {
-    /// Records that a request, whatever its outcome, has left.
+    /// Records that a request has left the server, whatever its outcome, or waits for its client.
     pub(super) fn left(&mut self, now: Micros) {
-        self.departures = (self.departures.1, now);
+        self.departures = (self.departures.1, Some(now));
+    }
+
+    /// Records that another worker has served a request.
+    pub(super) fn share(&mut self) {
+        self.shared = true;
     }
 
     /// Records the good response to a request that arrived while others were in flight, and that has just left.
     pub(super) fn answered(&mut self, now: Micros, weight: f64, latency_us: u32) {
-        let (before, last) = self.departures;
-        // With several workers, results may arrive late; then the departure before this one is not known.
-        if last == now {
+        // A request that waited for its client until its end left earlier.
+        if let (Some(before), Some(last)) = self.departures
+            && last == now
+        {
             self.followed += weight;
             self.took += f64::from(latency_us).min(now.saturating_since(before) as f64) * weight;
         }
     }
 
     /// Whether requests are served one by one. `alone` has the requests that arrived alone. Where service times vary
-    /// widely, this cannot be told: one slot may work on a long request while the other one serves many short ones, one
-    /// after the other.
+    /// widely, this cannot be told: while one slot works on a long request, another may serve many short ones in turn.
     pub(super) fn is_evident(&self, alone: &Row, weight: f64) -> bool {
-        if self.followed.min(alone.met) < ENOUGH * weight {
+        if self.shared || self.followed.min(alone.met) < ENOUGH * weight || alone.took <= 0.0 {
             return false;
         }
         let mean = alone.took / alone.met;
@@ -49,6 +56,11 @@ impl OneByOne {
         let variation = squared + ASSUMED * weight / alone.met;
         let error = (variation * weight * (1.0 / self.followed + 1.0 / alone.met)).sqrt();
         variation <= VARIED && self.took / self.followed >= mean * (1.0 - error.clamp(ERROR.0, ERROR.1))
+    }
+
+    /// Forgets the requests so far, but not when the last ones left.
+    pub(super) fn start_anew(&mut self) {
+        (self.followed, self.took) = (0.0, 0.0);
     }
 
     /// Divides the sums by `weight`.

@@ -5,7 +5,7 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
 use super::*;
-use crate::server::tracker::{Present, Ticket, Tracker, TrackerConfig};
+use crate::server::tracker::{Ended, Present, Ticket, Tracker, TrackerConfig};
 use crate::shared::outcome::Outcome;
 
 fn ms(ms: u64) -> Micros {
@@ -430,6 +430,25 @@ fn a_clock_step_distorts_the_estimate_for_at_most_a_minute() {
         }
         assert_near(tracker.capacity(ms(now)).unwrap(), 40.0, 0.15, 1..=1);
     }
+}
+
+/// A worker learns of others' departures late. Until then, a request of its own seems to have begun when it arrived.
+#[test]
+fn a_worker_that_shares_a_replica_does_not_take_two_slots_for_one() {
+    let mut tracker = tracker();
+    let with_others = |rif| Present { rif, away: 0 };
+    for round in 0..100 {
+        let at = |after: u64| ms(round * 100 + after);
+        let alone = tracker.start(at(0));
+        tracker.finish(alone, at(20), Outcome::Success);
+        // Another worker's request is served from 30 to 50 ms, and this one beside it from 35 to 55.
+        let beside = tracker.start_behind(at(35), with_others(1));
+        tracker.finish_among(beside, at(55), Outcome::Success, with_others(1));
+        let latency_us = 20_000;
+        let (rif_at_arrival, arrived_as, level, outcome) = (0, 1, 2, Outcome::Success);
+        tracker.record(Ended { at: at(50), rif_at_arrival, arrived_as, level, latency_us, outcome });
+    }
+    assert_near(tracker.capacity(ms(10_000)).unwrap(), 20.0, 0.1, 2..=2);
 }
 
 #[test]
