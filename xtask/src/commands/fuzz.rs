@@ -7,8 +7,8 @@ use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, OnceLock};
 use std::thread;
 use std::time::Instant;
 
@@ -157,6 +157,18 @@ pub(crate) fn build() -> Result<PathBuf> {
 const OWN_NETWORK: [&str; 6] =
     ["--map-root-user", "--net", "--", "sh", "-c", r#"ip link set lo up && exec "$0" "$@""#];
 
+/// Whether this process may create a network namespace. Says so once if not.
+fn has_own_network() -> bool {
+    static ALLOWED: OnceLock<bool> = OnceLock::new();
+    *ALLOWED.get_or_init(|| {
+        let allowed = run::succeeds(run::tool("unshare").args(OWN_NETWORK).arg("true"));
+        if !allowed {
+            progress::say("no network namespace: long runs may fill the kernel's table of connections");
+        }
+        allowed
+    })
+}
+
 struct Target {
     name: &'static str,
     programs: PathBuf,
@@ -179,26 +191,27 @@ impl Target {
         folder().join("corpus").join(self.name)
     }
 
-    /// The program, in a network namespace of its own if that is allowed. Its thousands of connections a second would
-    /// otherwise fill the machine's table of tracked connections within two minutes (if there is one, as on machines
-    /// with Docker), and then the kernel would drop new connections.
+    /// The program, in a network namespace of its own if that is allowed. On machines where the kernel tracks connections
+    /// (with Docker, for example), its thousands of connections a second would fill the kernel's table within two
+    /// minutes. The kernel would then drop new connections.
     fn program(&self) -> Command {
-        let mut program = run::tool("unshare");
-        program.args(OWN_NETWORK);
-        if run::succeeds(run::tool("unshare").args(OWN_NETWORK).arg("true")) {
-            program.arg(self.programs.join(self.name));
+        let program = self.programs.join(self.name);
+        let mut command = if has_own_network() {
+            let mut command = run::tool("unshare");
+            command.args(OWN_NETWORK).arg(program);
+            command
         } else {
-            program = Command::new(self.programs.join(self.name));
-        }
-        program.current_dir(workspace::root());
-        program
+            Command::new(program)
+        };
+        command.current_dir(workspace::root());
+        command
     }
 
     fn write_seeds(&self) -> Result<()> {
         run::check(self.program().env("PREQUAL_FUZZ_SEEDS", self.corpus()))
     }
 
-    /// Replays the corpora, then searches. An error names the file with the failing input.
+    /// Replays the corpora and the inputs that failed earlier, then searches. An error names the file with the failing input.
     fn search(&self, seconds: u32) -> Result<Summary> {
         let artifacts = folder().join("artifacts").join(self.name);
         for folder in [&artifacts, &self.found()] {
@@ -212,7 +225,7 @@ impl Target {
             .args([length, format!("-timeout={INPUT_LIMIT_S}"), format!("-rss_limit_mb={MEMORY_LIMIT_MIB}")])
             .args(["-print_final_stats=1", "-use_value_profile=0"])
             .arg(format!("-artifact_prefix={}/", artifacts.display()))
-            .args([self.found(), self.corpus()])
+            .args([self.found(), self.corpus(), artifacts])
             .stdout(file.try_clone()?)
             .stderr(file)
             .status()

@@ -428,8 +428,9 @@ fn dependencies() -> Result<()> {
     Ok(())
 }
 
-/// Cheap checks come first, and the steps that `ahead` does come last. The demo is just before these: it mostly waits,
-/// and meanwhile `ahead` uses the CPU time that is left.
+/// Cheap checks come first, and the steps that `ahead` does or prepares come last. The demo is just before these: it
+/// mostly waits, and meanwhile `ahead` uses the CPU time that is left. At the lowest priority, it does not disturb the
+/// demo's tail latencies.
 const STEPS: [Step; 16] = [
     Step::Format,
     Step::Circles,
