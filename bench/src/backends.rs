@@ -74,8 +74,8 @@ pub(crate) enum Service {
     /// wait, and they are served in order of arrival. Accurate to about 0.1 ms; a late reply does not delay other
     /// requests.
     Queue { slots: usize, times: Times },
-    /// Serves all requests at once. Each needs a core for a time drawn from a seeded generator, and they share `cores`
-    /// equally, so each takes longer the more there are. Uses no CPU time. As accurate as `Queue`.
+    /// Serves all requests at once. Each needs a core for a time drawn from a seeded generator. If there are more
+    /// requests than cores, all slow down equally. Uses no CPU time, and is as accurate as `Queue`.
     Cores { cores: usize, times: Times },
     /// Serves requests by continuous batching and streams the answers. Cannot be changed at run time.
     Inference { engine: EngineSpec, answers: Answers },

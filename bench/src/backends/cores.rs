@@ -4,14 +4,14 @@ use std::time::{Duration, Instant};
 
 /// The requests that share the cores.
 ///
-/// Each of `n` requests gets a core, or `cores / n` of one. As in a queue, a request ends when it should, not when this
-/// busy machine answers it.
+/// Each of `n` requests gets a whole core, or `cores / n` of one if that is less. As in a queue, a request ends when it
+/// should, not when this busy machine answers it. A request that its client gives up keeps its share until then.
 #[derive(Default)]
 pub(super) struct SharedCores {
     cores: usize,
     /// The last update.
     at: Option<Instant>,
-    /// Time of a core that a request present since the start would have got until then, seconds.
+    /// Core time that a request present from the start would have received by then, seconds.
     served: f64,
     /// The values of `served` at which the requests end, in descending order.
     ends: Vec<f64>,
@@ -38,7 +38,7 @@ impl SharedCores {
         let mut at = self.at.filter(|_| share.0 > self.served)?;
         let mut served = self.served;
         for (others, end) in self.ends.iter().enumerate().rev() {
-            at += Duration::from_secs_f64((end - served) * self.slowdown(others + 1));
+            at += Duration::from_secs_f64(((end - served) * self.slowdown(others + 1)).max(0.0));
             served = *end;
             if *end >= share.0 {
                 break;
@@ -64,7 +64,7 @@ impl SharedCores {
         self.at = self.at.max(Some(now));
     }
 
-    /// How much longer each of `requests` takes than alone.
+    /// The factor by which sharing slows down each of `requests`.
     fn slowdown(&self, requests: usize) -> f64 {
         (requests as f64 / self.cores as f64).max(1.0)
     }

@@ -53,8 +53,8 @@ pub(crate) struct Any {
     /// Service times in ms: exact:MS, exp:MEAN, lognormal:MEAN,SIGMA or mix:LOW-HIGH,LOW-HIGH,SHARE
     #[arg(long, value_name = "TIMES")]
     service: Times,
-    /// Another kind of replica, as REPLICASxSLOTS:TIMES, or REPLICASxCORESc:TIMES with cores; may be repeated. The
-    /// share of all but the first kind is shown
+    /// Another kind of replica, as REPLICASxSLOTS:TIMES (2x1:exp:40), or with shared cores as REPLICASxCORESc:TIMES
+    /// (2x1c:exp:40). May be repeated. The share of all but the first kind is shown
     #[arg(long, value_name = "GROUP")]
     and: Vec<ReplicaGroup>,
     /// Load as a fraction of what the whole fleet can serve
@@ -88,12 +88,12 @@ struct ReplicaGroup {
     times: Times,
 }
 
-/// How many requests a replica can serve without slowing down.
+/// What limits a replica.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Serving {
-    /// Further requests wait.
+    /// It serves this many requests at a time; others wait.
     Slots(u16),
-    /// All requests share the cores.
+    /// It serves all requests at once; they share this many cores.
     Cores(u16),
 }
 
@@ -133,8 +133,11 @@ impl FromStr for ReplicaGroup {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let form =
-            || format!("`{text}` is not REPLICASxSLOTS:TIMES or REPLICASxCORESc:TIMES, such as 2x1:exp:40");
+        let form = || {
+            format!(
+                "`{text}` is not REPLICASxSLOTS:TIMES or REPLICASxCORESc:TIMES, such as 2x1:exp:40 or 2x1c:exp:40"
+            )
+        };
         let (size, times) = text.split_once(':').with_context(form)?;
         let (replicas, serving) = size.split_once('x').with_context(form)?;
         let replicas: u16 = replicas.parse().with_context(form)?;
@@ -214,10 +217,8 @@ pub(super) fn idle(seconds: Duration) -> Scenario {
 
 /// The fleet that the command line describes.
 pub(super) fn any(fleet: &Any, seconds: Duration) -> Scenario {
-    let serving = match (fleet.slots, fleet.cores) {
-        (_, Some(cores)) => Serving::Cores(cores),
-        (slots, None) => Serving::Slots(slots.unwrap_or(1)),
-    };
+    let serving = fleet.cores.map(Serving::Cores).or(fleet.slots.map(Serving::Slots));
+    let serving = serving.expect("the command line has one of the two");
     let first = ReplicaGroup { replicas: fleet.replicas, serving, times: fleet.service };
     let groups: Vec<ReplicaGroup> = std::iter::once(first).chain(fleet.and.iter().copied()).collect();
     let capacity: f64 = groups.iter().map(|group| group.capacity()).sum();
