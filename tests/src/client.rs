@@ -1,5 +1,6 @@
 //! A blocking HTTP client, a minimal WebSocket client for echoes, and ways to abort a request.
 
+use std::error::Error as _;
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
@@ -85,6 +86,8 @@ impl Response {
 pub struct Client {
     addr: SocketAddr,
     pool: Pool<HttpConnector, Full<Bytes>>,
+    /// Whether to send a request again that the server did not process.
+    reconnects: bool,
 }
 
 impl Client {
@@ -98,8 +101,9 @@ impl Client {
         Self::build(addr, true, false)
     }
 
-    /// A client that behaves like users' clients: if a request could not be sent because its connection was closing, it
-    /// sends the request on another one. It does not reuse connections that were idle for half a second.
+    /// A client that behaves like users' clients: if a request could not be sent because its connection was closing, or
+    /// was refused for that reason, it sends the request on another one. It does not reuse connections that were idle for
+    /// half a second.
     pub fn reconnecting(addr: SocketAddr, http2: bool) -> Self {
         Self::build(addr, http2, true)
     }
@@ -113,7 +117,7 @@ impl Client {
             .retry_canceled_requests(reconnects)
             .http2_only(http2)
             .build(connector);
-        Self { addr, pool }
+        Self { addr, pool, reconnects }
     }
 
     /// Sends a GET for `path` and waits for the complete response.
@@ -136,8 +140,11 @@ impl Client {
             .body(Full::new(request.body))?;
         message.headers_mut().extend(request.headers);
         let answer = async {
-            let response = self.pool.request(message).await?;
-            let (parts, body) = response.into_parts();
+            let mut response = self.pool.request(message.clone()).await;
+            while self.reconnects && response.as_ref().is_err_and(was_not_processed) {
+                response = self.pool.request(message.clone()).await;
+            }
+            let (parts, body) = response?.into_parts();
             let body = body.collect().await?;
             let trailers = body.trailers().cloned().unwrap_or_default();
             anyhow::Ok(Response {
@@ -233,6 +240,19 @@ impl WebSocket {
         self.0.read_exact(&mut back)?;
         Ok(back)
     }
+}
+
+/// Whether the server closed the connection in an orderly way without processing the request: its stream came after the
+/// last one that the GOAWAY frame names.
+fn was_not_processed(error: &hyper_util::client::legacy::Error) -> bool {
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        if let Some(error) = error.downcast_ref::<h2::Error>() {
+            return error.is_go_away() && error.reason() == Some(h2::Reason::NO_ERROR);
+        }
+        cause = error.source();
+    }
+    false
 }
 
 /// Asserts that none of Prequal's headers is among `headers`.
