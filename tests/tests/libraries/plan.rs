@@ -17,6 +17,8 @@ struct Plan {
     /// For each phase: seconds, requests a second, factor of the service time, and seconds by which the clock steps at
     /// the end.
     phases: &'static [(f64, f64, f64, i64)],
+    /// Resolution of the clock.
+    tick_us: u64,
     /// Shares of requests that end in each way.
     fails: f64,
     aborts: f64,
@@ -30,6 +32,7 @@ const PLAIN: Plan = Plan {
     service_us: 40_000.0,
     constant: false,
     phases: &[(20.0, 70.0, 1.0, 0)],
+    tick_us: 1,
     fails: 0.0,
     aborts: 0.0,
     streams: 0.0,
@@ -73,13 +76,18 @@ const PLANS: [Plan; 11] = [
     Plan { name: "trickle", fails: 0.2, phases: &[(60.0, 0.4, 1.0, 0)], ..PLAIN },
     // After the previous departure, a request takes as long as one that arrives alone.
     Plan { name: "one by one", slots: 1, constant: true, phases: &[(20.0, 12.0, 1.0, 0)], ..PLAIN },
-    // A clock so coarse that no request takes any time.
+    // A clock so coarse that no request takes any time: between its ticks, the requests of one second begin and end.
     Plan {
         name: "no time",
         slots: 1,
-        constant: true,
-        service_us: 0.0,
-        phases: &[(5.0, 60.0, 1.0, 0)],
+        tick_us: 2_000_000,
+        phases: &[
+            (1.0, 20.0, 1.0, 0),
+            (1.0, 0.01, 1.0, 0),
+            (1.0, 20.0, 1.0, 0),
+            (1.0, 0.01, 1.0, 0),
+            (1.0, 20.0, 1.0, 0),
+        ],
         ..PLAIN
     },
 ];
@@ -140,7 +148,8 @@ impl Plan {
                 steps.remove(0);
             }
             let shift = steps.first().map_or(0, |(_, shift)| *shift);
-            event.at = (begin + event.at).saturating_add_signed(shift);
+            let at = (begin + event.at).saturating_add_signed(shift);
+            event.at = at - at % self.tick_us;
         }
         let (json, limit) = (seed % 2 == 1, [0, 64, 2][seed as usize % 3]);
         let window_us = [5_000_000, 1_000_000][seed as usize % 2];

@@ -6,6 +6,9 @@
 //! served one by one, a request that arrived behind another one begins when that one leaves. From then on it takes as
 //! long as a request that arrives alone. If two are served at once, the second one leaves sooner. Only if it begins just
 //! before the first one leaves does it leave hardly sooner; then it makes no difference how many are served at once.
+//!
+//! This module says only whether the knee is 1; the fit finds every other knee. A single core that requests share is not
+//! recognised here, because a request on such a core begins at once.
 
 use super::{ASSUMED, Row};
 use crate::shared::time::Micros;
@@ -19,7 +22,7 @@ pub(super) struct OneByOne {
     /// the request's own arrival, whichever is later.
     followed: f64,
     took: f64,
-    /// Whether other workers serve requests too. Their departures become known late, so nothing can be told.
+    /// Whether other workers serve requests too. This worker learns of their departures too late to judge.
     shared: bool,
 }
 
@@ -45,8 +48,8 @@ impl OneByOne {
         }
     }
 
-    /// Whether requests are served one by one. `alone` has the requests that arrived alone. Where service times vary
-    /// widely, this cannot be told: while one slot works on a long request, another may serve many short ones in turn.
+    /// Whether requests are served one by one. `alone` has the requests that arrived alone. False if service times vary
+    /// widely: while one slot works on a long request, another may serve many short ones in turn, which looks the same.
     pub(super) fn is_evident(&self, alone: &Row, weight: f64) -> bool {
         if self.shared || self.followed.min(alone.met) < ENOUGH * weight || alone.took <= 0.0 {
             return false;
@@ -76,3 +79,29 @@ const ENOUGH: f64 = 3.0;
 const VARIED: f64 = 0.5;
 /// Bounds of the relative error of the comparison; its standard error is used between them.
 const ERROR: (f64, f64) = (0.05, 0.2);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn responses_count_only_if_the_departure_before_theirs_is_known() {
+        let mut single = OneByOne::default();
+        single.left(Micros(50));
+        single.answered(Micros(50), 1.0, 20);
+        assert_eq!(single.followed, 0.0, "nothing had left before");
+        single.left(Micros(60));
+        single.answered(Micros(60), 1.0, 20);
+        assert_eq!((single.followed, single.took), (1.0, 10.0));
+        single.answered(Micros(70), 1.0, 20);
+        assert_eq!(single.followed, 1.0, "it had left earlier, to wait for its client");
+        single.start_anew();
+        single.left(Micros(75));
+        single.answered(Micros(75), 1.0, 20);
+        assert_eq!(
+            (single.followed, single.took),
+            (1.0, 15.0),
+            "the departure before a fresh start is known"
+        );
+    }
+}
