@@ -3,7 +3,7 @@ package prequal
 import "math"
 
 // Whether the server serves one request at a time. This file follows
-// crates/prequal-core/src/server/capacity/single.rs, which explains how that can be told.
+// crates/prequal-core/src/server/capacity/single.rs, which explains the test.
 
 const (
 	enough    = 3

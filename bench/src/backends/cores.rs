@@ -1,4 +1,5 @@
-//! Cores that the requests of a replica share equally (processor sharing).
+//! Cores that the requests of a replica share equally (processor sharing). This is only a calculation of when each
+//! request ends; nothing here uses CPU time.
 
 use std::time::{Duration, Instant};
 

@@ -1,6 +1,6 @@
 """Detects that the server serves one request at a time.
 
-Follows crates/prequal-core/src/server/capacity/single.rs, which explains how that can be told.
+Follows crates/prequal-core/src/server/capacity/single.rs, which explains the test.
 """
 
 from __future__ import annotations
