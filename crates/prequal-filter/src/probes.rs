@@ -97,6 +97,7 @@ impl Probes {
             Reply::read(&Headers::of(MapType::HttpCallResponseHeaders), verified)
         };
         let answer = balancer.replied(now, call.target, call.hint.is_some(), reply);
+        balancer.settle(now, &mut *filter.rng.borrow_mut());
         Some((call.waiter?, answer))
     }
 }

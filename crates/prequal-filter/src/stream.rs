@@ -227,7 +227,9 @@ impl HttpContext for Stream {
             let report = headers::report(&headers);
             let witness =
                 EnvoyWitness { filter: &self.filter, looked_up: self.looked_up, progress: self.progress };
-            balancer.response(host::now(), &mut self.request, self.failed, report, &witness);
+            let now = host::now();
+            balancer.response(now, &mut self.request, self.failed, report, &witness);
+            balancer.settle(now, &mut *self.filter.rng.borrow_mut());
         }
         Action::Continue
     }

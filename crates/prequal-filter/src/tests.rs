@@ -84,6 +84,13 @@ fn a_request_costs_one_write_one_read_of_headers_and_no_property() {
     stream.end();
     assert_eq!(log(), [""; 0]);
     assert_eq!(outcome("answer"), 3, "counts reach Envoy at the tick");
+    // Requests are far apart: other workers must not have to wait for the next one.
+    pass(5_000);
+    let stream = get(5);
+    log();
+    answer(&stream);
+    assert_eq!(log(), ["all response", "time", "read pool", "write pool"]);
+    stream.end();
     // Another worker writes: the guessed version is refused, and the value is read.
     touch("pool");
     log();

@@ -23,7 +23,7 @@ use prequal_core::wire::headers::{self, Headers, is_grpc, is_server_error};
 use prequal_core::wire::orca;
 use prequal_core::wire::report::{HEADER_LOAD, LoadReport};
 
-use crate::worker::WorkerRef;
+use crate::worker::{Worker, WorkerRef};
 use crate::{clock, envoy};
 
 thread_local! {
@@ -112,8 +112,7 @@ impl Attempt {
         self.complete = end_of_stream;
         self.grpc = headers.get("content-type").is_some_and(is_grpc);
         self.failed = is_server_error(headers) || (end_of_stream && self.grpc_failed(headers));
-        let mut worker = self.worker.borrow_mut();
-        let balancer = &mut worker.balancer;
+        let Worker { balancer, rng, .. } = &mut *self.worker.borrow_mut();
         if balancer.config().choice.rule.is_probe_free() {
             let utilisation = headers.get(HEADER_UTILISATION).and_then(|text| std::str::from_utf8(text).ok());
             let utilisation = utilisation.and_then(parse_utilisation).or_else(|| {
@@ -126,7 +125,7 @@ impl Attempt {
             let report = headers::report(headers);
             let now = clock::now();
             balancer.response(now, &mut self.request, self.failed, report, &facts);
-            worker.settle(now);
+            balancer.settle(now, rng);
         }
     }
 
@@ -174,9 +173,9 @@ impl Attempt {
 
     fn ended_by(self, class: Class) {
         let facts = Facts { class, served_by: self.served_by };
-        let mut worker = self.worker.borrow_mut();
-        worker.balancer.ended(self.request, self.complete, self.failed, &facts);
-        worker.settle(clock::now());
+        let Worker { balancer, rng, .. } = &mut *self.worker.borrow_mut();
+        balancer.ended(self.request, self.complete, self.failed, &facts);
+        balancer.settle(clock::now(), rng);
     }
 }
 

@@ -21,11 +21,6 @@ use crate::store::Shared;
 /// next pick after the period; the main thread has a timer.
 pub(crate) const TICK_US: u64 = 250_000;
 
-/// Time after a transaction, microseconds. During this time, a busy worker does not apply what a response has shown,
-/// because the next pick is likely to do so. A response that comes later is applied at once, and so is any response if
-/// the worker is not busy. A worker is busy if its last pick came within this time after the transaction before it.
-const SOON_US: u64 = 10_000;
-
 /// What the threads share about one upstream cluster. It outlives configurations: after an update, the same pool
 /// remains in use.
 #[derive(Default)]
@@ -86,10 +81,6 @@ pub(crate) struct Worker {
     /// Whether the fleet has changed since it was last applied.
     fleet_changed: bool,
     ticked: Option<Micros>,
-    /// Time of the last transaction.
-    applied: Micros,
-    /// Whether the last pick came within [`SOON_US`] after the transaction before it.
-    busy: bool,
 }
 
 pub(crate) type WorkerRef = Rc<RefCell<Worker>>;
@@ -109,8 +100,6 @@ impl Worker {
             fleet: None,
             fleet_changed: false,
             ticked: None,
-            applied: now,
-            busy: false,
         }
     }
 
@@ -127,15 +116,13 @@ impl Worker {
             let probes = self.tick(now).probes;
             wake = self.common.ask(probes);
         }
-        self.busy = now.saturating_since(self.applied) < SOON_US;
-        self.applied = now;
         let request = self.balancer.begin(now, &[], false, &mut self.rng);
         wake |= self.common.ask(request.pick.probes);
         (request, wake)
     }
 
     fn tick(&mut self, now: Micros) -> Tick {
-        (self.ticked, self.applied) = (Some(now), now);
+        self.ticked = Some(now);
         self.balancer.tick(now, &mut self.rng)
     }
 
@@ -147,14 +134,6 @@ impl Worker {
         metrics.show(&tick);
         self.common.tell(metrics);
         tick.probes
-    }
-
-    /// Applies what a response has shown, unless a choice is likely to do so soon.
-    pub(crate) fn settle(&mut self, now: Micros) {
-        if !self.busy || now.saturating_since(self.applied) >= SOON_US {
-            self.applied = now;
-            self.balancer.apply(now, &mut self.rng);
-        }
     }
 
     /// Notes the fleet according to Envoy. It is applied once the current change is over, because Envoy may announce a

@@ -19,7 +19,6 @@ fn membership_is_learned_without_initial_knowledge() -> Result<()> {
     assert_eq!(cold.steered(), 0, "{cold:#?}");
     let warmed = warm(&envoy, 5);
     assert_eq!(warmed.other("prequal_members"), 5);
-    assert!(warmed.picks("fallback") >= 1, "the first request had no information: {warmed:#?}");
     // From now on nearly every request is steered, and each goes to the chosen host.
     let after = eventually("steered, and no replica left out", Duration::from_secs(20), || {
         let before = envoy.prequal(SERVING).ok()?;

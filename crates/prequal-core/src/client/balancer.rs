@@ -34,6 +34,9 @@ use agentless::{Agentless, Chooser};
 use doubt::Doubt;
 use journal::{Journal, Update};
 
+/// Time after a pick in which another one is likely, if the last two were no further apart, microseconds.
+const SOON_US: u64 = 1000;
+
 /// Balances the requests of one worker to one upstream cluster.
 pub struct Balancer<S: Store, C> {
     config: ClusterConfig,
@@ -51,6 +54,10 @@ pub struct Balancer<S: Store, C> {
     flights: Flights,
     doubt: Doubt,
     agentless: Agentless,
+    /// Time of the last pick.
+    picked: Micros,
+    /// Whether that pick came within [`SOON_US`] after the one before it.
+    busy: bool,
     /// See [`Self::with_known_fleet`].
     known_fleet: bool,
     /// See [`Self::is_resting`].
@@ -86,6 +93,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             flights: Flights::new(),
             doubt: Doubt::default(),
             agentless: Agentless::default(),
+            picked: now,
+            busy: false,
             known_fleet: false,
             resting: false,
             config,
@@ -125,6 +134,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
     /// the pool. `whole` is false while the client is still sending the request.
     pub fn begin<G: Rng>(&mut self, now: Micros, answers: &[Answer], whole: bool, rng: &mut G) -> Request {
         self.resting = false;
+        self.busy = now.saturating_since(self.picked) < SOON_US;
+        self.picked = now;
         let mut request = if self.config.choice.rule.is_probe_free() {
             let pick = self.rules.pick(now, self.config.pool.discovery_interval_ms, rng);
             Request { pick, began: now, ..Request::default() }
@@ -297,6 +308,17 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         self.resting =
             at_rest && !self.journal.waits() && self.flights.is_empty() && !self.membership.has_updates(now);
         if written { tick } else { Tick { probes: ProbesDue::default(), ..tick } }
+    }
+
+    /// Applies the pending updates, unless this worker's next pick is likely to do so within a millisecond. To be
+    /// called after [`Self::response`] and [`Self::replied`].
+    ///
+    /// Other workers choose by the same pool. Without this, the replica whose response this worker has received would
+    /// look busy to them until this worker's next pick: 5 ms on average at 200 requests a second.
+    pub fn settle<G: Rng>(&mut self, now: Micros, rng: &mut G) {
+        if !self.busy || now.saturating_since(self.picked) >= SOON_US {
+            self.apply(now, rng);
+        }
     }
 
     /// Applies the pending updates now. This is for a thread that receives probe replies but places no requests.

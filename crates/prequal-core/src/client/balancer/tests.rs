@@ -13,7 +13,7 @@ use super::*;
 use crate::client::count::ProbeEnd;
 use crate::client::ejection::{Change, EjectionSettings, Event, Reason};
 use crate::client::members::{Placement, Target};
-use crate::client::pool::ProbesDue;
+use crate::client::pool::{PoolState, ProbesDue};
 use crate::client::reply::Reply;
 use crate::client::settings::{ChoiceSettings, ClusterConfig, Rule, Shim};
 use crate::client::store::{Cas, Memory, SharedData, Store};
@@ -194,6 +194,39 @@ fn request<S: Store>(balancer: &mut Balancer<S, Counts>, at: u64, failed: bool) 
         balancer.ended(request, true, failed, &Silence);
     }
     chosen
+}
+
+/// A response is known to other workers at once, unless its worker picks so often that its next pick comes soon.
+#[test]
+fn other_workers_learn_of_a_response_before_the_next_pick() {
+    fn rif(worker: &mut Balancer<impl Store, Counts>, at: u64) -> u32 {
+        let sum = |pool: &PoolState| pool.candidates(Micros(at)).map(|candidate| candidate.rif).sum();
+        worker.journal.pool.update(|pool| (sum(pool), false)).result
+    }
+    // The time between the worker's picks and the time until the response, microseconds.
+    for (gap, took, known) in [(5000, 200, true), (200, 200, false), (200, 1500, true), (1000, 0, true)] {
+        let host = Host::default();
+        let mut rng = rng();
+        let [mut worker, mut other] = [(); 2].map(|()| balancer(config(Profile::Default, 4), &host.store()));
+        probe_all(&mut worker, 4, 0);
+        worker.tick(ms(1), &mut rng);
+        let mut at = ms(2).0;
+        let mut requests: Vec<_> = (0..4)
+            .map(|_| {
+                at += gap;
+                worker.begin(Micros(at), &[], true, &mut rng)
+            })
+            .collect();
+        at += took;
+        let request = &mut requests[0];
+        let served = number(request.pick.replica.unwrap());
+        assert_eq!(rif(&mut other, at), 4);
+        worker.response(Micros(at), request, false, Some(Ok(report(served, 0, 10))), &Silence);
+        worker.settle(Micros(at), &mut rng);
+        assert_eq!(rif(&mut other, at), if known { 3 } else { 4 }, "gap {gap} µs, took {took} µs");
+        worker.tick(Micros(at), &mut rng);
+        assert_eq!(rif(&mut other, at), 3, "the next transaction applies it");
+    }
 }
 
 /// A proxy that knows its hosts sets the fleet. Hosts that left are forgotten at once, however many there are. Other
