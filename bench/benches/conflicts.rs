@@ -180,6 +180,7 @@ impl<S: Store> Worker<S> {
                 let served = request.pick.replica.unwrap_or_else(|| replica(0));
                 let (load, proxy) = (self.report(served), Served(at, served));
                 self.balancer.response(at, &mut request, false, Some(Ok(load)), &proxy);
+                self.balancer.settle(at, &mut self.rng);
                 self.balancer.ended(request, true, false, &proxy);
                 Vec::new()
             }
@@ -187,6 +188,7 @@ impl<S: Store> Worker<S> {
                 let named = asked.map_or_else(|| replica(0), |target| target.replica);
                 let reply = Reply { report: Ok(self.report(named)), host: None };
                 self.balancer.replied(at, asked, false, Ok(reply));
+                self.balancer.settle(at, &mut self.rng);
                 Vec::new()
             }
             Event::Tick => {

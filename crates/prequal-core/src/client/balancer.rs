@@ -314,9 +314,11 @@ impl<S: Store, C: Counters> Balancer<S, C> {
     /// called after [`Self::response`] and [`Self::replied`].
     ///
     /// Other workers choose by the same pool. Without this, the replica whose response this worker has received would
-    /// look busy to them until this worker's next pick: 5 ms on average at 200 requests a second.
+    /// look busy to them until this worker's next pick: 5 ms on average at 200 requests a second. If many workers
+    /// share the pool, the additional writes would conflict with their picks, so the updates wait nevertheless.
     pub fn settle<G: Rng>(&mut self, now: Micros, rng: &mut G) {
-        if !self.busy || now.saturating_since(self.picked) >= SOON_US {
+        let soon = self.busy && now.saturating_since(self.picked) < SOON_US;
+        if !soon && !self.journal.is_contended() {
             self.apply(now, rng);
         }
     }

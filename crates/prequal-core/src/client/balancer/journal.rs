@@ -17,6 +17,11 @@ const MAX_PENDING: usize = 64;
 /// Time for which a replica gets no requests after it failed or the proxy refused to use it, milliseconds.
 const COOLDOWN_MS: u32 = 1000;
 
+/// Weight of a transaction in the moving average of conflicts, which covers some 16 transactions.
+const CONFLICT_WEIGHT: f32 = 1.0 / 16.0;
+/// Number of conflicts per transaction beyond which the workers write too often.
+const MOST_CONFLICTS: f32 = 0.1;
+
 /// A change to the pool or the ejection table.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Update {
@@ -49,6 +54,8 @@ pub(super) struct Journal<S: Store> {
     in_table: usize,
     /// Whether the last transaction had to consult the ejection table.
     pub(super) watched: bool,
+    /// Mean number of conflicts with other workers per transaction.
+    pub(super) conflicts: f32,
 }
 
 impl<S: Store> Journal<S> {
@@ -61,6 +68,7 @@ impl<S: Store> Journal<S> {
             pending: Vec::new(),
             in_table: 0,
             watched: false,
+            conflicts: 0.0,
         }
     }
 
@@ -70,6 +78,11 @@ impl<S: Store> Journal<S> {
         } else {
             counters.count(Count::Dropped(1));
         }
+    }
+
+    /// Whether the workers write the pool so often that their writes conflict.
+    pub(super) fn is_contended(&self) -> bool {
+        self.conflicts > MOST_CONFLICTS
     }
 
     /// Whether any updates are pending.
@@ -89,7 +102,7 @@ impl<S: Store> Journal<S> {
         rng: &mut G,
         mut action: impl FnMut(&mut PoolState, Option<(&EjectionTable, Option<Trial>)>, &mut G) -> (T, bool),
     ) -> (T, bool) {
-        let Self { pool, ejections, table, next_trial, pending, in_table, watched } = self;
+        let Self { pool, ejections, table, next_trial, pending, in_table, watched, conflicts } = self;
         let (mut looked, mut trial) = (false, None);
         let updated = pool.transact(!request, |pool| {
             let active = pool.has_ejections();
@@ -124,6 +137,7 @@ impl<S: Store> Journal<S> {
             action(pool, watched.then_some((&*table, trial)), rng)
         });
         counters.updated(&updated);
+        *conflicts += (updated.conflicts as f32 - *conflicts) * CONFLICT_WEIGHT;
         let written = updated.end == UpdateEnd::Written;
         if written {
             pending.clear();

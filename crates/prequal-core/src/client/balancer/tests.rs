@@ -196,15 +196,22 @@ fn request<S: Store>(balancer: &mut Balancer<S, Counts>, at: u64, failed: bool) 
     chosen
 }
 
-/// A response is known to other workers at once, unless its worker picks so often that its next pick comes soon.
+/// A response is known to other workers at once, unless its worker picks so often that its next pick comes soon, or the
+/// workers' writes conflict.
 #[test]
 fn other_workers_learn_of_a_response_before_the_next_pick() {
     fn rif(worker: &mut Balancer<impl Store, Counts>, at: u64) -> u32 {
         let sum = |pool: &PoolState| pool.candidates(Micros(at)).map(|candidate| candidate.rif).sum();
         worker.journal.pool.update(|pool| (sum(pool), false)).result
     }
-    // The time between the worker's picks and the time until the response, microseconds.
-    for (gap, took, known) in [(5000, 200, true), (200, 200, false), (200, 1500, true), (1000, 0, true)] {
+    // The time between the worker's picks and the time until the response, microseconds; conflicts per transaction.
+    for (gap, took, conflicts, known) in [
+        (5000, 200, 0.0, true),
+        (200, 200, 0.0, false),
+        (200, 1500, 0.0, true),
+        (1000, 0, 0.0, true),
+        (5000, 200, 0.2, false),
+    ] {
         let host = Host::default();
         let mut rng = rng();
         let [mut worker, mut other] = [(); 2].map(|()| balancer(config(Profile::Default, 4), &host.store()));
@@ -222,6 +229,7 @@ fn other_workers_learn_of_a_response_before_the_next_pick() {
         let served = number(request.pick.replica.unwrap());
         assert_eq!(rif(&mut other, at), 4);
         worker.response(Micros(at), request, false, Some(Ok(report(served, 0, 10))), &Silence);
+        worker.journal.conflicts = conflicts;
         worker.settle(Micros(at), &mut rng);
         assert_eq!(rif(&mut other, at), if known { 3 } else { 4 }, "gap {gap} µs, took {took} µs");
         worker.tick(Micros(at), &mut rng);
