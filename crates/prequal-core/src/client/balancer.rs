@@ -34,7 +34,8 @@ use agentless::{Agentless, Chooser};
 use doubt::Doubt;
 use journal::{Journal, Update};
 
-/// Time after a pick in which another one is likely, if the last two were no further apart, microseconds.
+/// A worker whose last two picks were closer together than this is likely to pick again within the same time,
+/// microseconds.
 const SOON_US: u64 = 1000;
 
 /// Balances the requests of one worker to one upstream cluster.
@@ -310,8 +311,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         if written { tick } else { Tick { probes: ProbesDue::default(), ..tick } }
     }
 
-    /// Applies the pending updates, unless this worker's next pick is likely to do so within a millisecond. To be
-    /// called after [`Self::response`] and [`Self::replied`].
+    /// Applies the pending updates, unless this worker's next pick is likely to do so within a millisecond. Call it after
+    /// [`Self::response`] and [`Self::replied`], and after [`Self::ended`] if the time costs nothing to read.
     ///
     /// Other workers choose by the same pool. Without this, the replica whose response this worker has received would
     /// look busy to them until this worker's next pick: 5 ms on average at 200 requests a second. If many workers
