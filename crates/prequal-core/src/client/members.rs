@@ -57,6 +57,10 @@ pub const CANDIDATE_TTL_MS: u32 = 5_000;
 pub const CYCLES: u32 = 10;
 /// Minimum time between renewals of a stamp, milliseconds, so that the blob is not rewritten for every report.
 const RENEW_MS: u32 = 5_000;
+/// Mean number of samples per replica below which all weights are average. When a proxy starts, the first samples of a
+/// replica are answered together, once its connection is open. The first replicas to answer would seem to have a high
+/// weight, and would be out of use after a few samples of the others.
+const LEAST_MEAN_HITS: u32 = 4;
 /// Mean number of samples per replica above which all counts are halved.
 const MAX_MEAN_HITS: u32 = 96;
 /// Number of searches, per round of samples, for replicas that have gone out of use. Fleets up to this size are
@@ -585,11 +589,10 @@ impl Tally {
 fn weight(hits: u16, mean: u32) -> u16 {
     let hits = u32::from(hits);
     let deviation = hits.abs_diff(mean);
-    if deviation * deviation <= 4 * mean {
+    if mean < LEAST_MEAN_HITS || deviation * deviation <= 4 * mean {
         return Placement::UNIT;
     }
-    // While there are few samples, the mean may be 0; the weight is then average.
-    (hits * u32::from(Placement::UNIT)).checked_div(mean).map_or(Placement::UNIT, |w| w.clamp(1, 4096) as u16)
+    (hits * u32::from(Placement::UNIT) / mean).clamp(1, 4096) as u16
 }
 
 impl Member {
@@ -927,6 +930,16 @@ mod tests {
                 }
                 assert_eq!(members.count(), 4);
             }
+        }
+    }
+
+    #[test]
+    fn first_samples_that_arrive_in_bursts_show_no_weights() {
+        let mut members = fleet(6);
+        for n in 0..6 {
+            sampled(&mut members, 5, |_| n);
+            let weights: Vec<u16> = (0..6).map(|n| members.placement(replica(n)).weight).collect();
+            assert_eq!((members.count(), weights), (6, vec![Placement::UNIT; 6]), "after replica {n}");
         }
     }
 
