@@ -97,7 +97,10 @@ impl Probes {
             Reply::read(&Headers::of(MapType::HttpCallResponseHeaders), verified)
         };
         let answer = balancer.replied(now, call.target, call.hint.is_some(), reply);
-        balancer.settle(now, &mut *filter.rng.borrow_mut());
+        if call.waiter.is_none_or(|waiter| !filter.waits.borrow().contains(waiter)) {
+            // The pick of a request that waits would apply the report within milliseconds.
+            balancer.settle(now, &mut *filter.rng.borrow_mut());
+        }
         Some((call.waiter?, answer))
     }
 }

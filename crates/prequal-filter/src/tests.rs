@@ -312,7 +312,9 @@ fn a_request_waits_for_its_probes_and_resumes_once() {
     assert_eq!((sent.len(), sent[0].timeout_ms), (3, 60));
     log();
     sent[0].answer(5, 90_000);
-    assert!(!log().iter().any(|call| call.starts_with("resume")), "one answer leaves nothing to compare");
+    let said = log();
+    assert!(!said.iter().any(|call| call.starts_with("resume")), "one answer leaves nothing to compare");
+    assert!(!said.contains(&"write pool".into()), "the request's pick will write");
     sent[1].answer(0, 1000);
     let said = log();
     let order = ["as 7", "set request x-prequal-dest", "resume 7", "as 1"];
@@ -325,6 +327,22 @@ fn a_request_waits_for_its_probes_and_resumes_once() {
     answer(&stream);
     stream.end();
     assert_eq!((outcome("answer"), metric("prequal_sync_waits_total.cluster=service.end=enough")), (1, 1));
+}
+
+#[test]
+fn other_workers_learn_of_a_reply_at_once() {
+    start_with(r#","budget":"fixed","r_probe":3"#);
+    warm();
+    let stream = get(7);
+    // The next pick is not imminent.
+    pass(5_000);
+    let sent = calls();
+    let call = sent.iter().find(|call| call.header(HEADER_DEST).is_some()).unwrap();
+    log();
+    call.answer(0, 10_000);
+    let said = log();
+    assert!(said.contains(&"write pool".into()), "{said:?}");
+    stream.end();
 }
 
 #[test]
