@@ -76,8 +76,17 @@ fn a_request_costs_one_write_one_read_of_headers_and_no_property() {
         stream.end();
     }
     calls();
-    log();
-    let stream = get(3);
+    // A request for which a probe is due costs more.
+    let stream = (10..).find_map(|id| {
+        log();
+        let stream = get(id);
+        if calls().is_empty() {
+            return Some(stream);
+        }
+        stream.end();
+        None
+    });
+    let stream = stream.unwrap();
     assert_eq!(log(), ["time", "write pool", "set request x-prequal-dest"]);
     answer(&stream);
     assert_eq!(log(), ["all response", "time"]);

@@ -55,7 +55,7 @@ pub(super) struct Journal<S: Store> {
     /// Whether the last transaction had to consult the ejection table.
     pub(super) watched: bool,
     /// Mean number of conflicts with other workers per transaction.
-    pub(super) conflicts: f32,
+    conflicts: f32,
 }
 
 impl<S: Store> Journal<S> {
