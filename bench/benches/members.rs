@@ -1,6 +1,6 @@
 //! Measures the cost of the membership by fleet size. Goals with 1000 replicas: 1 µs for a request that Envoy placed,
 //! and 1 µs for a sample, which is the reply to a discovery probe. Both include the sharing between workers. The goal
-//! for a tick, which a worker has four times a second, is 100 µs.
+//! for a tick, which a worker runs four times a second, is 100 µs.
 
 use std::cell::{Cell, RefCell};
 use std::hint::black_box;

@@ -1,5 +1,5 @@
 //! Measures the cost of the rules alone for one request, with a pool of 16. Goals: 400 ns for a pick and a record, 1 µs
-//! for decoding and encoding the blob.
+//! for decoding the pool's bytes and encoding them again.
 //!
 //! Time advances as at 10 000 requests a second, so that entries age, and reports arrive as often as picks, so that the
 //! pool stays full. The host calls around the rules are measured by `prequal-bench cost`.

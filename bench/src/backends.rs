@@ -152,7 +152,7 @@ struct ChangeOrder {
     change: Change,
 }
 
-/// The child's reply once an order has been carried out.
+/// The child's reply once a change is in effect.
 const DONE: &str = "done";
 
 /// A running child process with its replicas.

@@ -74,7 +74,7 @@ pub(crate) async fn run(demo: &Demo) -> Result<ExitCode> {
 /// All reasons why Prequal did not win.
 ///
 /// A baseline may equal Prequal's p99 within [`SAME_MS`]: a full scan sends almost exactly 1 % to the slow pair, so its
-/// p99 may be on either side. At p99.9 Prequal has to be better.
+/// p99 may be a fast request or a slow one. At p99.9 Prequal has to be better.
 fn losses(comparison: &Comparison, topologies: &[usize]) -> Vec<String> {
     let mut losses = Vec::new();
     for envoys in topologies {

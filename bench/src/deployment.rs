@@ -1,5 +1,5 @@
-//! The processes of one run: replicas, an agent before each, and the Envoys that share them, or other load balancers in
-//! their place.
+//! The processes of one run: replicas, an agent in front of each, and the Envoys that share them, or other load
+//! balancers in their place.
 //!
 //! Every arm has the agents in the path. Every Envoy starts from the shipped configuration, without its retries. A
 //! baseline has a policy of Envoy's own, and lacks Prequal's filters and probe cluster. Dropping a [`Deployment`] ends

@@ -132,7 +132,7 @@ pub(crate) struct RunningPeer {
 }
 
 impl RunningPeer {
-    /// Starts `peer` before `replicas` and waits until it listens.
+    /// Starts `peer` in front of `replicas` and waits until it listens.
     pub(crate) fn start(peer: Peer, replicas: &[SocketAddr], workers: u32) -> Result<Self> {
         let folder = TempDir::new()?;
         // Not every peer can report a port that the system chose, so ask the system for a free one first.

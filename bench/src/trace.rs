@@ -38,8 +38,8 @@ use policy::{MeasuredReplay, PolicyFigures, judge, panel, table};
 const REPLICAS: usize = 12;
 /// How many times as fast as in reality the trace is replayed and the engines work.
 const FAST_FORWARD: f64 = 4.0;
-/// In reality 2 s and 200 ms. These limits are our choice: an idle engine needs 0.24 s for the trace's median context
-/// and 1.2 s for its longest.
+/// At real speed, these limits are 2 s and 200 ms. They are our choice: an idle engine needs 0.24 s for the trace's
+/// median context and 1.2 s for its longest.
 const SLO: Slo = Slo { first_token: Duration::from_millis(500), per_token: Duration::from_millis(50) };
 /// Where the first pass begins: the trace's first three minutes are nearly idle.
 const BEGIN: Duration = Duration::from_secs(180);

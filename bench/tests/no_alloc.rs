@@ -171,7 +171,7 @@ fn the_pick_path_does_not_allocate() {
         let report =
             LoadReport { endpoint: Some(served), ..LoadReport::parse("1;9000;10.0.0.1:80").unwrap() };
         let proxy = Served(now, served);
-        // More fail at first, so that the table has room for later failures.
+        // More requests fail at first, so that the table has room for later failures.
         let failed = round.is_multiple_of(if round < 1000 { 10 } else { 1000 });
         balancer.response(now, &mut request, failed, Some(Ok(report)), &proxy);
         let steered = request.pick.replica.is_some();

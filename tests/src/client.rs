@@ -86,7 +86,7 @@ impl Response {
 pub struct Client {
     addr: SocketAddr,
     pool: Pool<HttpConnector, Full<Bytes>>,
-    /// Whether to send a request again that the server did not process.
+    /// Whether to resend a request that the server did not process.
     reconnects: bool,
 }
 

@@ -40,8 +40,8 @@ pub fn wasm_module() -> PathBuf {
     dist_dir().join("prequal_filter.wasm")
 }
 
-/// The filter built to panic on requests with the header `x-crash-prequal`. What it stores in shared data has another
-/// version, as if another release had stored it.
+/// The filter built to panic on requests with the header `x-crash-prequal`. It stores its shared data under another
+/// version, as another release would.
 pub fn crash_module() -> PathBuf {
     target_dir().join("dist-test/prequal_filter_crash.wasm")
 }
@@ -425,7 +425,7 @@ impl EnvoyConfig {
             let filter = self.filter_mut(FILTER_NAME).expect("found above");
             &mut filter["typed_config"]["config"]["configuration"]
         } else {
-            // With the native module, the settings are the policy's.
+            // With the native module, the settings are in the policy.
             let policy = &mut self.cluster_mut(SERVING)["load_balancing_policy"]["policies"][0];
             &mut policy["typed_extension_config"]["typed_config"]["lb_policy_config"]
         };

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 /// The requests that share the cores.
 ///
 /// Each of `n` requests gets a whole core, or `cores / n` of one if that is less. As in a queue, a request ends when it
-/// should, not when this busy machine answers it. A request that its client gives up keeps its share until then.
+/// should, not when this busy machine answers it. Until that time, a request keeps its share even if its client gives
+/// up.
 #[derive(Default)]
 pub(super) struct SharedCores {
     cores: usize,
@@ -65,7 +66,7 @@ impl SharedCores {
         self.at = self.at.max(Some(now));
     }
 
-    /// The factor by which sharing slows down each of `requests`.
+    /// The factor by which sharing slows down each of `requests` requests.
     fn slowdown(&self, requests: usize) -> f64 {
         (requests as f64 / self.cores as f64).max(1.0)
     }

@@ -151,7 +151,7 @@ impl Engine {
         Some(Duration::from_secs_f64(decode_us.max(prefill_us) / 1e6))
     }
 
-    /// Ends the iteration that was begun: every running sequence has one more token.
+    /// Ends the current iteration: every running sequence has one more token.
     pub(super) fn finish(&mut self) {
         let (reserved, prefixes) = (&mut self.reserved, &mut self.prefixes);
         self.running.retain_mut(|running| {

@@ -399,7 +399,7 @@ impl Drop for Waiting<'_> {
     }
 }
 
-/// Uses CPU until this thread has used `time` more of it: time in which the core runs other threads does not count.
+/// Uses CPU until this thread has used `time` more CPU time. Time in which the core runs other threads does not count.
 fn burn(time: Duration) {
     let end = thread_cpu_time() + time;
     while thread_cpu_time() < end {

@@ -1,7 +1,8 @@
 //! The child processes: replicas and antagonists, each in a process of its own so that it can have its own cgroup.
 //!
 //! A child reads its role as one JSON line from its standard input. It answers with one line once it is ready, and
-//! begins at the next line. It ends when its standard input ends, and therefore also when the parent is killed.
+//! begins when it reads the next one. It ends when its standard input ends, and therefore also when the parent is
+//! killed.
 
 use std::io::{BufRead as _, BufReader, Lines, Write as _};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};

@@ -1,4 +1,4 @@
-//! One policy through the whole load ramp, with processes of its own that start cold.
+//! Runs one policy through the whole load ramp, with processes of its own that start cold.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

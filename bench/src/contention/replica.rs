@@ -1,8 +1,8 @@
 //! A replica: an HTTP server that burns CPU time for each query, with processor sharing among its queries.
 //!
-//! One thread serves all queries in turn, a slice each. It continues to work on a query whose client has given up;
-//! otherwise weighted round robin would not fail as it does in the paper. The simulator does the same. Responses carry
-//! the replica's CPU utilisation in the format of ORCA, which the paper's weighted round robin uses.
+//! One thread serves all queries in turn, a slice each. Like the simulator, it continues to work on a query whose
+//! client has given up; otherwise weighted round robin would not fail as it does in the paper. Responses carry the
+//! replica's CPU utilisation in ORCA format; the paper's weighted round robin uses this value.
 
 use std::cell::RefCell;
 use std::convert::Infallible;

@@ -38,7 +38,7 @@ impl PolicyRuns {
         self.simulated.iter().map(|steps| value(&steps[step])).collect()
     }
 
-    /// Median p99 of a step, with the deadline in place of a failure.
+    /// Median p99 of a step; a failure counts as the deadline.
     fn p99(&self, step: usize) -> f64 {
         capped(median(self.real(step, p99)))
     }
@@ -157,7 +157,7 @@ fn line(runs: &PolicyRuns, steps: usize, values: &dyn Fn(&PolicyRuns, usize) -> 
 
 /// Compares the shape of the ramp with the paper's figure 6, and the simulator with the measurement.
 ///
-/// Goals that need a step or a policy that was left out, or figures of a saturated machine, are left out as well.
+/// A goal is left out if it needs a step or a policy that was left out, or figures of a saturated machine.
 pub(super) fn judge(ramp: &Ramp, runs: &[PolicyRuns]) -> Goals {
     let mut goals = Goals::default();
     let steps = || 0..ramp.loads.len();

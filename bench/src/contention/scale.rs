@@ -1,6 +1,6 @@
 //! The scale of the model: the paper's testbed (§5) on two cores.
 //!
-//! On the paper's machines a query gets at most one core, and a replica is allocated about 6.4 of them: several queries
+//! On the paper's machines a query gets at most one core, and a replica is allocated about 6.4 cores: several queries
 //! run side by side before the allocation is used up. Two cores have no room for this, so a query here gets at most a
 //! hundredth of a core ([`CORE`]), and all amounts of CPU time are a hundredth of the paper's. Wall-clock times are the
 //! paper's own.
@@ -11,8 +11,8 @@ use std::time::Duration;
 pub(super) const CORE: f64 = 0.01;
 /// A replica's allocation in cores of the model, as in the simulator.
 pub(super) const ALLOCATION: f64 = crate::sim::scenario::ALLOCATION;
-/// Maximum spare capacity that a machine has for its replica, in allocations. A machine has this and the replica's own
-/// allocation.
+/// Maximum spare capacity that a machine has for its replica, in allocations. A machine's capacity is this plus the
+/// replica's own allocation.
 pub(super) const ROOM: f64 = 1.5;
 /// Period of the machines' quota: short compared with a query, but long enough for a quota of at least 1 ms, the
 /// kernel's minimum.

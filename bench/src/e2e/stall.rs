@@ -16,7 +16,7 @@ const PER_SECOND: u32 = 1000;
 /// The replica that stalls.
 const STALLED: u16 = 10;
 /// Maximum number of late requests in a minute, 0.04 %. Most of them are in flight at the replica when it stalls, and
-/// no policy can save them. Their number does not depend on the length of the run.
+/// no policy can save them. A longer run is allowed proportionally more.
 const LATE: u32 = 24;
 const USUAL: Service = Service::Normal { mean_ms: 167.0, sd_ms: 5.0 };
 
@@ -43,7 +43,7 @@ pub(crate) fn scenario(seconds: Duration) -> Scenario {
 }
 
 /// Minimum share of good requests in a run of `seconds`: 99.96 % for a minute or more. A shorter run may have as many
-/// late requests as a minute.
+/// late requests as a run of a minute.
 fn good(seconds: Duration) -> f64 {
     let requests = seconds.as_secs_f64().min(60.0) * f64::from(PER_SECOND);
     (requests - f64::from(LATE)) / requests

@@ -11,7 +11,7 @@ use crate::stats::Sample;
 /// A load generator.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 pub(super) enum Generator {
-    /// That of this harness (`load.rs`): an open loop that counts its own lateness.
+    /// This program's own (`load.rs`): an open loop that counts its own lateness.
     #[value(skip)]
     Ours,
     /// An open loop

@@ -91,7 +91,7 @@ struct Query {
     report: Option<LoadReport>,
     orca: Option<Utilisation>,
     waiting: Option<Waiting>,
-    /// The client's balancer's own record of the request.
+    /// The balancer's own record of the request.
     request: Request,
 }
 
@@ -561,7 +561,7 @@ impl<'a> World<'a> {
         let index = query.server as usize;
         let server = &mut self.servers[index];
         self.assigned[index] -= 1;
-        // As in the agent: the response headers carry the report, while the query still counts.
+        // As in the agent: the response headers carry the report, while the query still counts as in flight.
         if self.reads_answers && !query.client_done {
             query.report = Some(server.report(now, query.ticket.as_ref().map(Ticket::visit)));
         }

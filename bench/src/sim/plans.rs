@@ -103,7 +103,7 @@ pub(crate) const NAMES: [&str; 25] = [
     "speed",
 ];
 
-/// Experiments that `all --quick` leaves out: CI would wait for them, or fail on goals that are known to be missed.
+/// Experiments that `all --quick` leaves out: they would delay CI, or fail it on goals that are known to be missed.
 pub(crate) const NOT_IN_CI: [&str; 4] = ["random", "heldout", "unseen", "sidecars"];
 
 pub(crate) fn plan(name: &str, length: RunLength) -> Option<Experiment> {

@@ -1,6 +1,7 @@
 {{- /*
 The Envoy configuration: files/envoy.yaml, which links to envoy-configs/kubernetes/base/envoy.yaml, with replacements from
-the values. For the native module, files/envoy-native.yaml, which links to overlays/native/envoy.yaml. If a text to be replaced is missing, rendering fails, so that the chart cannot miss a change to that file.
+the values. The native module has files/envoy-native.yaml, which links to overlays/native/envoy.yaml. If a text to be
+replaced is missing, rendering fails, so that the chart cannot miss a change to that file.
 */ -}}
 {{- define "prequal.envoy" -}}
 {{- if .Values.edge.config -}}

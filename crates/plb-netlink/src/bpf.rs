@@ -116,7 +116,7 @@ impl Assembler {
 }
 
 /// A program attached to the egress of a device. It is detached when this is dropped. The kernel also detaches it
-/// however the process ends, because nothing is pinned.
+/// however the process ends, because nothing is pinned in the BPF file system.
 #[derive(Debug)]
 pub struct Attached {
     _link: OwnedFd,

@@ -61,7 +61,7 @@ pub enum Outcome {
     /// The socket stays on its path because its pins cannot be read. Not reported again until the socket moves or the
     /// outcome changes.
     Unreadable(String),
-    /// The socket could not be moved.
+    /// The socket could not be moved. Not reported again until the socket moves or the outcome changes.
     Failed(String),
 }
 
@@ -110,8 +110,8 @@ struct State {
 #[derive(Clone, Copy, Debug)]
 struct Knobs {
     kernel_plb: bool,
-    /// Whether a socket sends, by default, an automatic label that the kernel changes after timeouts. Its owner and the
-    /// daemon can change this.
+    /// Whether a socket sends, by default, an automatic label that the kernel changes after timeouts. The owner of
+    /// the socket and the daemon can change this.
     moves_on_timeout: bool,
 }
 

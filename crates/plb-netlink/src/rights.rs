@@ -1,6 +1,6 @@
 //! Lists the obstacles to moving the connections of other processes, before any move is attempted.
 //!
-//! A connection moves only if the daemon can read that nothing pins it. Each of these obstacles therefore leaves
+//! The daemon moves a connection only if it can verify that nothing pins it. Each of these obstacles therefore leaves
 //! connections where they are. This list warns of that at the start. Later, the daemon reports each connection that
 //! should move but does not. The rights for BPF are not included: without them, attaching the program fails with an
 //! error of its own.

@@ -240,7 +240,8 @@ pub fn write(name: &str, value: &str) -> Result<()> {
 
 /// Returns the available congestion controls, from `net.ipv4.tcp_available_congestion_control`.
 ///
-/// A module that is not loaded is not listed; naming it loads it if the caller has the right to.
+/// A module that is not loaded is not listed. Selecting its congestion control by name loads it, if the caller has the
+/// right to.
 ///
 /// # Errors
 /// If the list cannot be read.

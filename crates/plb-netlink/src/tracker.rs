@@ -1,8 +1,8 @@
 //! Turns a series of `tcp_info` readings of one connection into the events that [`Detector`] takes.
 //!
-//! User space sees neither ACKs nor sends, only totals. The interval between two readings at least one round trip apart
-//! counts as a round, and every reading counts as the moment before the next packet is sent. The module is pure; the
-//! caller reads the sockets.
+//! User space sees neither ACKs nor sends, only totals. A round ends at the first reading at least one round trip after
+//! the round began. Every reading counts as the moment before the next packet is sent. The module is pure; the caller
+//! reads the sockets.
 
 use std::time::Duration;
 

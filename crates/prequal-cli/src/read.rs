@@ -73,7 +73,7 @@ pub(crate) fn documents(text: &str) -> Result<Vec<Value>> {
     Ok(documents)
 }
 
-/// Limits the depth of open brackets before the YAML scanner runs, whose work grows with the square of the depth.
+/// Limits the depth of open brackets before the YAML scanner runs: its work grows with the square of the depth.
 ///
 /// Brackets inside quotes are counted too. They usually balance; a file in which they do not may be refused.
 fn refuse_deep_flow(text: &str) -> Result<()> {

@@ -92,8 +92,8 @@ impl Filter {
         cluster.balancer.borrow_mut().begin(now, answers, whole, &mut *self.rng.borrow_mut())
     }
 
-    /// Applies the pending updates to the pool, refreshes the gauges, and returns the idle probes that are due, which
-    /// are sent because no requests have come.
+    /// Applies the pending updates to the pool, refreshes the gauges, and returns the idle probes that are due. Idle
+    /// probes are sent while no requests arrive.
     pub(crate) fn tick(&self, cluster: &Cluster, now: Micros) -> ProbesDue {
         let tick = cluster.balancer.borrow_mut().tick(now, &mut *self.rng.borrow_mut());
         cluster.metrics.show(&tick);

@@ -17,8 +17,8 @@ unsafe extern "C" {
     /// Exported by the SDK as part of the ABI.
     safe fn proxy_on_queue_ready(root_id: u32, queue_id: u32);
 
-    /// Declared here because the SDK returns a date. Converting it to microseconds takes a 128-bit multiplication,
-    /// which wasm does not have.
+    /// Declared here because the SDK's own call returns a date. Converting that to microseconds takes a 128-bit
+    /// multiplication, which wasm does not have.
     fn proxy_get_current_time_nanoseconds(time: *mut u64) -> Status;
 
     /// Declared here because the SDK's own call turns every header into two strings.

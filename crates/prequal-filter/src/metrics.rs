@@ -15,7 +15,7 @@ use proxy_wasm::types::MetricType;
 pub(crate) struct Counter(Option<u32>);
 
 impl Counter {
-    /// Defines the counter, or finds it: in all VMs, the same name is the same metric.
+    /// Defines the counter, or finds it: the same name denotes the same metric in all VMs.
     pub(crate) fn define(name: &str) -> Self {
         Self(define(MetricType::Counter, name))
     }

@@ -20,8 +20,8 @@ use crate::stream::Stream;
 use crate::sync;
 
 /// Period of the slow tick, which does work that is not urgent: the pending updates of an idle worker, the gauges, and
-/// idle probes, which are sent because no requests have come. The period is long because a tick costs 33 µs in every
-/// VM. Only deadlines of waiting requests cause earlier ticks. Counters are passed to Envoy at every tick.
+/// idle probes, which are sent while no requests arrive. The period is long because a tick costs 33 µs in every VM.
+/// Only deadlines of waiting requests cause earlier ticks. Counters are passed to Envoy at every tick.
 const TICK: Duration = Duration::from_millis(250);
 const SLOW_TICK_US: u64 = TICK.as_micros() as u64 * 9 / 10;
 

@@ -1,5 +1,5 @@
 //! Envoy's shared data, which holds the blobs that all workers share. The outbound role has three blobs per upstream
-//! cluster. The inbound role has one for the slots and one per replica. A blob of another version has another key.
+//! cluster. The inbound role has one for the slots and one per replica. Each version of a blob has a key of its own.
 
 use prequal_core::client::Counters;
 use prequal_core::client::ejection::EjectionTable;
@@ -42,8 +42,8 @@ pub(crate) fn seed<B: Blob>(key: &str) {
     At { data: &Envoy, key }.seed::<B>();
 }
 
-/// Reads and changes a blob; see [`cas::update`]. The second value is true if the blob was written. Otherwise the
-/// change asked for no write, or was lost in conflicts; the request continues in either case.
+/// Reads and changes a blob; see [`cas::update`]. The second value is true if the blob was written. Otherwise `change`
+/// asked for no write, or the write was lost in conflicts; the request continues in either case.
 pub(crate) fn update<B: Blob, T>(
     key: &str,
     counters: &BlobCounters,

@@ -11,7 +11,7 @@ use std::ptr;
 /// A pointer to an object of Envoy or of this module. Neither side looks into the other's objects.
 pub(crate) type Ptr = *mut c_void;
 
-/// Bytes that belong to the side that passes them. They are valid during the call unless noted.
+/// Bytes that belong to the side that passes them. They are valid during the call unless noted otherwise.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct Buffer {

@@ -4,7 +4,7 @@
 //! waits in this thread's memory until the filter is created and takes it over.
 //!
 //! A filter does not learn why an attempt ended without a whole response. An access logger in the router's
-//! `upstream_log` learns it. Envoy logs each attempt once, shortly before or after it destroys the attempt's filter.
+//! `upstream_log` does. Envoy logs each attempt once, shortly before or after it destroys the attempt's filter.
 //! Envoy 1.40 logs first and calls the filter's last hook a little later, so log entries wait in a queue, in the order
 //! of the filters. Earlier versions call the hook first and log immediately afterwards, so at most one attempt at a
 //! time waits for its log entry. If no logger is configured, an attempt without a whole response counts as ended by the
@@ -202,8 +202,8 @@ fn take_flags(endings: &RefCell<Endings>) -> Option<u64> {
     flags
 }
 
-/// Attempts of one cluster that have ended on one thread, and for which only the log entry or only the destruction of
-/// the filter has arrived.
+/// Attempts of one cluster that have ended on one thread and still wait for one of two events: their log entry, or the
+/// destruction of their filter.
 #[derive(Default)]
 pub(crate) struct Endings {
     /// Response flags of attempts whose filters Envoy has not destroyed yet, each with the time of its log entry.
@@ -212,8 +212,8 @@ pub(crate) struct Endings {
     waiting: Option<Attempt>,
 }
 
-/// Maximum number of entries without a filter. It is reached only if the cluster's attempts have no filter of this
-/// module.
+/// Maximum number of log entries that wait for the destruction of their filters. It is reached only if the cluster's
+/// attempts have no filter of this module.
 const MAX_LOGGED: usize = 1024;
 /// Age above which a log entry belongs to no filter, microseconds. Envoy writes the entry and destroys the filter in
 /// the same iteration of its event loop.

@@ -5,8 +5,8 @@
 //! 1. Pointers that Envoy passes to a hook are valid during that hook; configurations, load balancers and filters also
 //!    until their `destroy` hook. Wrappers with a lifetime exist only during a hook.
 //! 2. A pointer that a `new` hook returned comes back unchanged, and not after the `destroy` hook.
-//! 3. A load balancer and a filter are used by one thread alone. A policy's configuration is shared by all threads;
-//!    everything that it holds here can be shared.
+//! 3. Each load balancer and each filter is used by one thread only. A policy's configuration is shared by all threads;
+//!    everything that this module keeps in it can be shared.
 //! 4. Buffers need not be valid UTF-8, but they are readable during the hook in which Envoy filled them in.
 
 use std::borrow::Cow;
@@ -38,7 +38,7 @@ pub(crate) fn log(level: u32, message: &str) {
 pub(crate) fn logs_first() -> bool {
     static FIRST: OnceLock<bool> = OnceLock::new();
     *FIRST.get_or_init(|| {
-        // SAFETY: the name is a C string; a null handle means all that is loaded.
+        // SAFETY: the name is a C string; with a null handle, everything that is loaded is searched.
         unsafe { !dlsym(ptr::null_mut(), c"envoy_dynamic_module_callback_log_v2".as_ptr()).is_null() }
     })
 }

@@ -60,7 +60,7 @@ const _: fn() = || {
 
 // ---- hooks: the module ----
 
-/// Envoy has loaded the module.
+/// Handles the loading of the module. Returns the version of the ABI.
 #[unsafe(no_mangle)]
 extern "C" fn envoy_dynamic_module_on_program_init() -> *const c_char {
     VERSION.as_ptr()
@@ -383,7 +383,7 @@ extern "C" fn envoy_dynamic_module_on_bootstrap_extension_config_new(
     _text: Buffer,
 ) -> Ptr {
     guarded(ptr::null_mut(), || {
-        // SAFETY: invariant 1. Without the signal, Envoy would wait for ever before it opens a listener.
+        // SAFETY: invariant 1. Without the signal, Envoy would never open a listener.
         let (scheduler, timer) = unsafe {
             envoy_dynamic_module_callback_bootstrap_extension_config_signal_init_complete(config);
             (

@@ -128,7 +128,7 @@ fn send(bootstrap: Bootstrap<'_>, worker: &WorkerRef, due: ProbesDue) {
             (HEADER_DEST, address.as_str()),
         ];
         let full = PROBES.with_borrow(HashMap::len) >= MAX_IN_FLIGHT;
-        // The hook for the reply may run during this call, so nothing may be borrowed here. If it does, Envoy also
+        // The hook for the reply may run during this call, so nothing may be borrowed here. In that case, Envoy also
         // refuses the call, and the hook finds no probe with the call's number.
         let number = (!full).then(|| bootstrap.call(&cluster, &headers, timeout_ms)).flatten();
         let worker_now = worker.borrow();

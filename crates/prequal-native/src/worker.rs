@@ -126,8 +126,8 @@ impl Worker {
         self.balancer.tick(now, &mut self.rng)
     }
 
-    /// Does the main thread's periodic work, which includes the metrics. Returns the idle probes that are due, which
-    /// are sent because no requests have come.
+    /// Does the main thread's periodic work, which includes the metrics. Returns the idle probes that are due. Idle
+    /// probes are sent while no requests arrive.
     pub(crate) fn tick_main(&mut self, metrics: &Metrics, now: Micros) -> ProbesDue {
         self.apply_fleet(now);
         let tick = self.tick(now);

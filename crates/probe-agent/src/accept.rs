@@ -50,9 +50,9 @@ impl Door {
     }
 }
 
-/// Accepts until `stop`. Connections that the system had accepted by then are served too, unless the limit on
-/// connections is reached, because closing the listener would reset them. Serves no more of them than the backlog
-/// holds: otherwise, clients that never stop connecting would keep the agent from draining.
+/// Accepts until `stop`. Closing the listener would reset the connections that the system had accepted by then, so they
+/// are served too, unless the limit on connections is reached. Serves no more of them than the backlog holds:
+/// otherwise, clients that never stop connecting would keep the agent from draining.
 pub(crate) async fn accept(
     listener: Listener,
     door: Door,

@@ -55,7 +55,7 @@ impl FromStr for Another {
     }
 }
 
-/// Error for a text that does not describe a replica.
+/// Error for text that does not describe a replica.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub(crate) enum AnotherError {
     /// A part is not `key=value` with a known key.

@@ -33,8 +33,8 @@ pub(crate) struct BackendStream {
     pub(crate) from: FromBackend,
     /// Interval to ask for.
     pub(crate) interval: Duration,
-    /// Time to wait for a report while the backend's own interval is not known, and the longest wait after that. If
-    /// three times `interval` is longer, the agent waits for that time instead.
+    /// Time to wait for a report until the backend's own interval is known. After that, it is the upper limit of the
+    /// wait. If three times `interval` is longer, that time applies instead.
     pub(crate) silence: Duration,
 }
 
@@ -155,8 +155,8 @@ impl BackendStream {
     }
 }
 
-/// Returns when to check the connection next. Fails if the stream must end: because the backend is `leaving` (it may be
-/// waiting for its streams to end), or because the deadline has passed. In the latter case, `late` is the error.
+/// Returns when to check the connection next. Fails if the backend is `leaving`, because it may be waiting for its
+/// streams to end. Also fails, with the error `late`, if the deadline has passed.
 fn next_look(
     deadline: Instant,
     leaving: bool,
@@ -195,7 +195,7 @@ fn ended(trailers: &HeaderMap) -> End {
     End(end, format!("the stream ended with gRPC status {status}"))
 }
 
-/// Returns the pause before the next stream. It doubles with each stream that ends soon.
+/// Returns the pause before the next stream. It doubles with each stream that ends soon after it began.
 fn next_pause(last: Duration, lasted: Duration, end: BackendStreamEnd) -> Duration {
     if end == BackendStreamEnd::Unimplemented {
         MAX_PAUSE
@@ -206,11 +206,11 @@ fn next_pause(last: Duration, lasted: Duration, end: BackendStreamEnd) -> Durati
     }
 }
 
-/// Messages of a stream, wherever frames split them.
+/// Reassembles the messages of a stream, wherever frames split them.
 #[derive(Default)]
 struct Messages(BytesMut);
 
-/// Reason why a stream cannot be read any further, and the fault of the report if a report is the cause.
+/// Reason why a stream cannot be read any further, and the report's error if a report is the cause.
 struct Broken(&'static str, Option<BackendError>);
 
 impl Messages {
@@ -219,7 +219,7 @@ impl Messages {
         self.0.extend_from_slice(data);
     }
 
-    /// Returns the next message that is complete.
+    /// Returns the next message, once it is complete.
     fn next(&mut self) -> Option<Result<Bytes, Broken>> {
         let [flag, length @ ..] = *self.0.first_chunk::<PREFIX>()?;
         let length = u32::from_be_bytes(length) as usize;

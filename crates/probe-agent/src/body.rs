@@ -3,7 +3,7 @@
 //! | event | outcome |
 //! |---|---|
 //! | last frame handed over, status below 500 | success |
-//! | status 500 and up; a gRPC status that blames the server; the backend dies in the middle | failure |
+//! | status 500 and up; a gRPC status that blames the server; the backend dies mid-response | failure |
 //! | dropped before the end (client gone, stream reset) | aborted |
 //! | `text/event-stream`; a gRPC call that turns out to be a stream | streaming |
 //!

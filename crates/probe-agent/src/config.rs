@@ -1,5 +1,5 @@
-//! The agent's settings and their checks. This module does not read the command line or the environment: `cli.rs` does,
-//! and takes the names of the choices from the enums here.
+//! The agent's settings and their checks. This module does not read the command line or the environment: `cli.rs` does.
+//! The enums here define the values that its flags accept.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -106,7 +106,7 @@ impl AgentConfig {
     }
 }
 
-/// Check of whether a backend can serve.
+/// How to check whether a backend can serve.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub enum ReadyCheck {
     /// The backend accepts a connection.
@@ -143,7 +143,7 @@ impl FromStr for ReadyCheck {
     }
 }
 
-/// Error for a text that does not name a check.
+/// Error for text that does not name a check.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("must be `tcp`, `http:/path`, `grpc` or `grpc:service`")]
 pub struct ReadyCheckError;
@@ -201,8 +201,8 @@ pub struct Limits {
     /// Time from the first byte of a request head to its end, after which the connection is closed. The request message
     /// of an ORCA stream has the same limit. Default 10 s.
     pub header_timeout: Duration,
-    /// Time for which a connection must have had nothing in flight before it is closed; it may take a quarter longer.
-    /// Default 1 h, the idle timeout of Envoy's upstream connections, so that Envoy closes first.
+    /// Time without anything in flight after which a connection is closed. Closing may take a quarter longer. Default
+    /// 1 h, the idle timeout of Envoy's upstream connections, so that Envoy closes first.
     pub idle_timeout: Duration,
     /// Time after which a connection on which nothing was ever sent is closed. Default 60 s.
     pub silent_timeout: Duration,
@@ -215,7 +215,8 @@ pub struct Limits {
     pub max_rif: Option<NonZeroU32>,
     /// Maximum length of a request head, bytes. A longer one gets a 431. Default 64 KiB.
     pub max_header_bytes: usize,
-    /// Maximum number of request headers. More get a 431. Default 100. HTTP/2 is limited by bytes only.
+    /// Maximum number of request headers. A request with more gets a 431. Default 100. HTTP/2 requests are limited by
+    /// bytes only.
     pub max_headers: usize,
     /// Maximum number of concurrent streams on one HTTP/2 connection. Default 1024.
     pub max_streams: u32,
@@ -233,8 +234,8 @@ pub struct Limits {
     /// Maximum number of HTTP/2 connections to the backend. Another is opened when the existing ones have as many
     /// streams as the backend allows. Default 16.
     pub max_upstream_connections: usize,
-    /// Maximum number of requests that wait for an HTTP/2 stream to the backend, each for up to `connect_timeout`. More
-    /// requests, or a longer wait, get a 503. Default 1024.
+    /// Maximum number of requests that wait for an HTTP/2 stream to the backend, each for up to `connect_timeout`.
+    /// Further requests, and those that wait longer, get a 503. Default 1024.
     pub max_upstream_waiting: usize,
     /// Silence after which an HTTP/2 client gets a PING, even with nothing in flight. If no answer comes within the
     /// same time (at most 20 s), the connection ends. Default 60 s.
@@ -340,7 +341,7 @@ impl FromStr for Listen {
     }
 }
 
-/// Error for a text that is not an address to listen on.
+/// Error for text that is not an address to listen on.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 #[error(
     "must be `ip:port` with a port of 0 to 65535 (IPv6 as `[ip]:port`), or `unix:/path` of 1 to 107 bytes"
@@ -423,7 +424,7 @@ impl FromStr for Upstream {
     }
 }
 
-/// Error for a text that is not a backend address.
+/// Error for text that is not a backend address.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 #[error(
     "must be `ip:port` or `name:port` with a port of 1 to 65535 (IPv6 as `[ip]:port`), or `unix:/path` of 1 to 107 bytes"

@@ -1,4 +1,4 @@
-//! Runs a client's connection in hyper: hyper's settings, and when the connection is asked to end.
+//! Runs a client's connection in hyper: chooses hyper's settings, and decides when to ask the connection to end.
 
 use std::error::Error as _;
 use std::future::Future;
@@ -54,8 +54,8 @@ pub(crate) async fn drive<C>(
                 }
                 () = &mut asked => break,
                 _ = look.tick() => {
-                    // `since` is the check that noticed the latest activity, so the connection has been idle for at
-                    // least as long.
+                    // `since` is the time of the check that noticed the latest activity, so the connection has been
+                    // idle at least since then.
                     let now = watch.activity();
                     if now != last || now.1 {
                         (last, since) = (now, Instant::now());
@@ -137,7 +137,7 @@ pub(crate) fn http2_builder(limits: &Limits, tasks: Tasks) -> http2::Builder<Tas
 pub(crate) const MIN_BUFFER: usize = 8192;
 /// hyper's default limit. It is not set explicitly, because hyper is slower once a limit is set.
 const HYPER_MAX_HEADERS: usize = 100;
-/// HTTP/2 flow-control window of a stream: maximum buffered for a backend that reads slowly, bytes.
+/// HTTP/2 flow-control window of a stream: maximum data buffered for a backend that reads slowly, bytes.
 const WINDOW: u32 = 256 * 1024;
-/// Maximum buffered per HTTP/2 stream for a client that reads slowly, bytes.
+/// Maximum data buffered per HTTP/2 stream for a client that reads slowly, bytes.
 const SEND_BUFFER: usize = 256 * 1024;

@@ -269,7 +269,7 @@ impl InFlight {
         self.on_drop = outcome;
     }
 
-    /// Sets the outcome of a later drop. Initially [`Outcome::Aborted`].
+    /// Sets the outcome that is recorded if the guard is dropped. Initially [`Outcome::Aborted`].
     pub fn set_on_drop(&mut self, outcome: Outcome) {
         self.on_drop = outcome;
     }

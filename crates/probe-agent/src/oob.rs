@@ -2,7 +2,7 @@
 //! the interval that the client asks for, until the client leaves or the agent is draining.
 //!
 //! The service exists only if the operator asks for it; otherwise the backend gets these calls. The calls do not count
-//! as requests in flight. A client that does not read gets no more reports than fit its window.
+//! as requests in flight. A client that does not read gets no more reports than fit into its window.
 
 use std::pin::Pin;
 use std::sync::Arc;

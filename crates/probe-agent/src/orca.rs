@@ -18,13 +18,14 @@ pub struct Orca {
     pub format: Option<OrcaFormat>,
     /// Responses that carry the report. Default all.
     pub class: OrcaClass,
-    /// Number of requests that the replica is meant to serve at once. While the knee is unknown,
-    /// `application_utilization` is relative to this number. While the knee may be higher than estimated, the larger of
-    /// this number and the estimate counts, otherwise the estimate. `None`: always the estimate, once there is one.
+    /// Number of requests that the replica is meant to serve at once. `application_utilization` is relative to this
+    /// number while the knee (the number of requests that the backend serves at once) is unknown. While the knee may be
+    /// higher than estimated, the larger of this number and the estimate applies. Otherwise the estimate applies.
+    /// `None`: always the estimate, once there is one.
     pub limit: Option<NonZeroU32>,
     /// Time constant of the moving averages of rates and utilisation, at least 100 ms. Default 5 s.
     pub window: Duration,
-    /// Maximum number of out-of-band streams of reports. Default 0: the backend gets the calls to that service.
+    /// Maximum number of out-of-band streams of reports. Default 0: the backend gets the calls to `OpenRcaService`.
     pub streams: u32,
 }
 

@@ -92,7 +92,7 @@ pub(crate) struct Connection {
 }
 
 /// Answers one request on the service port. The request counts as begun when this function returns, even though the
-/// future has not run yet. Otherwise, if hyper read from the connection before the future runs, the head would look
+/// future has not run yet. Otherwise, if hyper read from the connection before the future ran, the head would look
 /// incomplete, although it is already parsed.
 pub(crate) fn serve(
     conn: Arc<Connection>,
@@ -104,7 +104,7 @@ pub(crate) fn serve(
     logged(conn, req, leash, begun)
 }
 
-/// Answers, and writes the request to the access log.
+/// Answers a request, and writes it to the access log.
 async fn logged(
     conn: Arc<Connection>,
     req: Request<Incoming>,
@@ -582,6 +582,6 @@ impl Body for AgentBody {
     }
 }
 
-/// Maximum length of a body that is read although the agent does not forward it, bytes, and the time that it may take.
+/// Limits for reading a body that the agent does not forward: its length in bytes, and the time.
 const MAX_READ_REST: u64 = 64 * 1024;
 const READ_REST_PATIENCE: Duration = Duration::from_millis(10);

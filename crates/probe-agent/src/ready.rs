@@ -31,7 +31,8 @@ pub(crate) struct Checker {
 }
 
 impl Checker {
-    /// Checks once, and records the result in the load: reports of a replica that is not ready say that it fails.
+    /// Checks once, and records the result in the load: reports of a replica that is not ready say that everything
+    /// fails.
     pub(crate) async fn check(&self) -> Result<(), NotReady> {
         let checked = tokio::time::timeout(self.timeout, self.ask()).await.unwrap_or(Err(NotReady::Timeout));
         self.load.mark_ready(checked.is_ok());

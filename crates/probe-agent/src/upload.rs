@@ -1,5 +1,5 @@
-//! Body of a request on its way to the backend. The time that it waits for its client to send more does not count
-//! against the replica. The start of the body is kept as long as the request may have to be sent again.
+//! Body of a request on its way to the backend. Time spent waiting for the client to send more does not count against
+//! the replica. The start of the body is kept as long as the request may have to be sent again.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -32,7 +32,7 @@ pub(crate) struct Source {
     /// Client that sends the rest. `None`: the agent's own request, which is whole.
     inner: Option<(Incoming, Client)>,
     open: Option<Open>,
-    /// Connection of the client, which learns when the body ends. `None`: over HTTP/2, or there is no more to read.
+    /// Connection of the client, which learns when the body ends. `None` over HTTP/2, or if there is no more to read.
     watch: Option<Arc<Watch>>,
 }
 

@@ -269,7 +269,7 @@ impl Lease {
     }
 }
 
-/// HTTP/2 flow-control window of a stream: maximum buffered for a client that reads slowly, bytes.
+/// HTTP/2 flow-control window of a stream: maximum data buffered for a client that reads slowly, bytes.
 const WINDOW: u32 = 64 * 1024;
 /// HTTP/2 flow-control window of a connection, bytes. Clients that never read block the other streams only if their own
 /// streams fill this window. That takes more streams than common servers allow.

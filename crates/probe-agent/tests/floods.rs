@@ -3,8 +3,9 @@
 //! memory must stay bounded. Afterwards, nothing may be left in flight.
 //!
 //! The floods write frames by hand. Only the socket and short pauses between writes slow them down. Clients and backend
-//! have their own thread, so that any delay is caused by the agent. One flood is left out: requests that are reset once
-//! the backend has them, which a backend may answer by ending the shared connection (docs/design/security.md).
+//! share a thread of their own, so that any delay is caused by the agent. One flood is left out: requests that are
+//! reset once the backend has them, which a backend may answer by ending the shared connection
+//! (docs/design/security.md).
 //!
 //! `PREQUAL_SILENT_CONNECTIONS` sets the number of connections that stay silent. `cargo xtask silent` runs the release
 //! build with 100 000 of them in a guest machine, without the floods (`PREQUAL_ONLY_SILENT`), for which an emulated CPU
@@ -147,9 +148,9 @@ fn floods_do_not_affect_other_clients() {
     rest.block_on(agent.at_rest());
 }
 
-/// Returns the address from which silent connection `number` comes. With `fixed_port`, the test chooses the port, because
-/// the kernel takes longer and longer to find a free one. Other programs may use these ports, so this is only for a
-/// machine of its own.
+/// Returns the address from which silent connection `number` comes. With `fixed_port`, the test chooses the port,
+/// because the kernel takes longer and longer to find a free one. Other programs may use these ports, so use
+/// `fixed_port` only on a dedicated machine.
 fn source(number: u64, fixed_port: bool) -> SocketAddr {
     let host = Ipv4Addr::new(127, 0, 0, 2 + u8::try_from(number % SOURCES).unwrap());
     let port = FIRST_PORT + u16::try_from(number / SOURCES).unwrap();
@@ -547,7 +548,7 @@ impl Drop for Agent {
     }
 }
 
-/// Raises this process' limit of file descriptors, which the agent inherits. Returns the number of silent connections
+/// Raises this process's limit of file descriptors, which the agent inherits. Returns the number of silent connections
 /// that the limit allows. Raising the hard limit requires CAP_SYS_RESOURCE.
 fn allow_descriptors(wanted: u64) -> u64 {
     let pid = std::process::id().to_string();

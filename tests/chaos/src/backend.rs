@@ -164,7 +164,7 @@ impl Drop for InFlight {
 }
 
 impl Shared {
-    /// True for `percent` of all calls, evenly spread.
+    /// True for `percent` per cent of all calls, evenly spread.
     fn draws(&self, percent: u64) -> bool {
         self.drawn.fetch_add(percent, Relaxed) % 100 < percent
     }

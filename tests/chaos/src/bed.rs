@@ -147,7 +147,7 @@ fn on_lasting_thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'stati
     result.recv().context("it panicked, see above")
 }
 
-/// The module that can crash. What it stores in shared data has another version, like that of another release.
+/// The module that can crash. It stores its data under another version, as another release would.
 pub(crate) fn crashing_module() -> PathBuf {
     std::env::var_os("PREQUAL_DIST_TEST")
         .map_or_else(|| target_dir().join("dist-test"), PathBuf::from)

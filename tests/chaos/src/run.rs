@@ -141,7 +141,7 @@ fn settle(load: &Load, waits_for_traffic: bool) -> Result<()> {
     }
 }
 
-/// Waits until the service has recovered, and records when it had.
+/// Waits until the service has recovered, and records how long that took.
 fn watch(load: &Load, ended: Instant, waits_for_traffic: bool, outcome: &mut Outcome) {
     let limit = if waits_for_traffic { BACK } else { RECOVERY } + WINDOW + STEP;
     while ended.elapsed() < limit {

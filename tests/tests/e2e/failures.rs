@@ -44,7 +44,7 @@ fn requests_that_an_agent_sheds_are_served_elsewhere() -> Result<()> {
         let args = args.iter().map(|arg| (*arg).to_owned()).collect();
         Replica::start_with(Reply::ok().delay(delay), &AgentOptions { args, ..AgentOptions::default() })
     };
-    // The replica that sheds is the fastest, so it is preferred.
+    // The replica that sheds load is the fastest, so it is preferred.
     let fleet = [replica(&["--max-rif=1"], ms(5))?, replica(&[], ms(20))?, replica(&[], ms(20))?];
     let addrs: Vec<_> = fleet.iter().map(Replica::addr).collect();
     let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs)?)?;

@@ -219,7 +219,7 @@ fn placed(all: &[SocketAddr], localities: Value) -> Result<EnvoyConfig> {
     Ok(config.localities(BOTH[0], localities.clone()).localities(BOTH[1], localities))
 }
 
-/// Sends load for two seconds, then counts who serves 200 requests: near and far.
+/// Sends load for two seconds, then counts how many of 200 requests the near and the far replicas serve.
 #[track_caller]
 fn near_and_far_served(envoy: &Envoy, fleet: &Fleet) -> [usize; 2] {
     let start = Instant::now();

@@ -304,7 +304,7 @@ fn the_documented_install_command_renders() -> Result<()> {
     let objects = parse(&String::from_utf8(output.stdout)?)?;
     objects.iter().try_for_each(check)?;
     let edge = find(&objects, "Deployment", "prequal-edge");
-    // The ConfigMap that the line before creates.
+    // The ConfigMap that the page's previous command creates.
     let module = &edge["spec"]["template"]["spec"]["volumes"][1]["configMap"]["name"];
     assert!(module == "prequal-filter" && page.contains(" create configmap prequal-filter "), "{module}");
     Ok(())

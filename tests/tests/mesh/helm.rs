@@ -76,7 +76,7 @@ pub fn filter_settings(envoy: &Value) -> Result<String> {
     let manager =
         &envoy["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"];
     let filter = &manager["http_filters"][1]["typed_config"]["config"]["configuration"]["value"];
-    // The native module's settings are the policy's.
+    // The native module's settings are in the policy.
     let policy = &envoy["static_resources"]["clusters"][0]["load_balancing_policy"]["policies"][0];
     let native = &policy["typed_extension_config"]["typed_config"]["lb_policy_config"]["value"];
     Ok(filter.as_str().or(native.as_str()).context("settings")?.to_owned())

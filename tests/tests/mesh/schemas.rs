@@ -77,7 +77,7 @@ pub fn differences(path: &str, written: &Value, known: &Value, wrong: &mut Vec<S
     }
 }
 
-/// Checks an object of Istio's against its CRD.
+/// Checks an Istio object against its CRD.
 fn custom(object: &Value, version: &str, kind: &str) -> Result<()> {
     let file = workspace_root().join(format!("tests/schemas/istio/{kind}.json"));
     let text = std::fs::read_to_string(&file).with_context(|| format!("no schema: {}", file.display()))?;

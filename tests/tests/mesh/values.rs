@@ -120,7 +120,7 @@ fn with_any_values_every_object_matches_the_schema() -> Result<()> {
             selectors_match(&objects)?;
             for deployment in objects.iter().filter(|object| object["kind"] == "Deployment") {
                 let pod = &deployment["spec"]["template"]["spec"];
-                // One case adds a container of the user's, which the chart does not restrict.
+                // One case adds a user's container, which the chart does not restrict.
                 if !values.iter().any(|value| value.contains("initContainers")) {
                     assert_restricted(pod);
                 }

@@ -17,7 +17,7 @@ use crate::commands::{compose, dist, fuzz, native, plb_guest, sim};
 use crate::toolchain::Choice;
 use crate::{policy, run, workspace};
 
-/// Work that tolerates the lowest priority. If a job fails there, for example for lack of CPU time, its step repeats it.
+/// Work that tolerates the lowest priority. If a job fails, for example for lack of CPU time, its step repeats it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Job {
     /// The base images of the step `compose`

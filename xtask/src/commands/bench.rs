@@ -25,14 +25,15 @@ pub(crate) struct Args {
 
 #[derive(clap::Subcommand)]
 enum What {
-    /// Sends load end to end through a real Envoy, compares with Envoy's own policies, and judges each goal.
+    /// Sends load end to end through a real Envoy, compares Prequal with Envoy's own policies, and judges each goal.
     ///
     /// `cargo xtask bench e2e ingress` is the demo's scenario at full length. The other scenarios with a fault are
     /// `stall`, `sinkhole`, `slow-half`, `cpu-bound`, `affinity` and `rules`; those without a fault are `equal`,
     /// `equal-90`, `mix`, `generations`, `queue`, `constant`, `idle` and `fleet`. `--quick` only shows that a scenario
     /// works. Every argument is passed to the harness; `cargo xtask bench e2e -- --help` prints its own help.
     E2e(HarnessArgs),
-    /// Compares with other load balancers in the same run: HAProxy, nginx, Caddy, linkerd's policy and Envoy's own.
+    /// Compares Prequal with other load balancers in the same run: HAProxy, nginx, Caddy, linkerd's policy and Envoy's
+    /// own policies.
     ///
     /// `cargo xtask bench peers equal` runs one fleet of `e2e`. HAProxy and nginx are taken from this machine; if they
     /// are missing, Debian's packages are unpacked under target/ and never installed. Caddy is built from its Go module
@@ -52,7 +53,8 @@ enum What {
     ///
     /// Every argument is passed to the harness; `cargo xtask bench cost -- --help` prints its own help.
     Cost(HarnessArgs),
-    /// Lets vegeta, fortio, h2load and oha send the demo's load, and compares their figures with our generator's.
+    /// Lets vegeta, fortio, h2load and oha send the demo's load, and compares their figures with those of this
+    /// project's generator.
     ///
     /// The first run builds vegeta and fortio from their Go modules and oha from crates.io, into target/bin/, in a few
     /// minutes. h2load is installed with apt if run as root; otherwise the command to run is printed. A generator

@@ -77,8 +77,8 @@ fn shipped(toolchain: &Toolchain) -> Result<[PathBuf; 2]> {
     Ok([wasm, native])
 }
 
-/// Builds the modules that crash on request, for the tests of what happens after a crash, and returns them. What the
-/// crashing filter stores in shared data carries another version, so tests also use it as a different release.
+/// Builds the modules that crash on request, for the tests of what happens after a crash, and returns them. The
+/// crashing filter marks its shared data with another version, so tests also use this filter as a different release.
 fn crashing(toolchain: &Toolchain) -> Result<[PathBuf; 2]> {
     progress::headline("building target/dist-test/");
     let wasm = workspace::dist_test().join("prequal_filter_crash.wasm");

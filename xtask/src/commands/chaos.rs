@@ -42,7 +42,7 @@ pub(crate) fn missing() -> Option<String> {
 }
 
 /// Runs the short form with the programs that the step `build` made. A fault that misses its goal gets a second try, as
-/// tests do.
+/// a failed test does.
 pub(crate) fn short() -> Result<()> {
     start(&["--short", "--tries", "2"].map(Into::into))
 }

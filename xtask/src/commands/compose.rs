@@ -20,9 +20,9 @@ pub(crate) mod page;
 
 /// Brings up the docker-compose demo: two Envoys, nine replicas with their agents, load, faults, a live page.
 ///
-/// Builds what the images copy, makes the base images locally if no registry answers (Debian, root), then brings up
-/// envoy-configs/compose/docker-compose.yml. Keeps running to carry out the faults that need the container engine;
-/// Enter stops the demo and removes everything, Ctrl-C leaves it running.
+/// Builds what the images copy, makes the base images locally if no registry answers (needs Debian and root), then
+/// brings up envoy-configs/compose/docker-compose.yml. Keeps running to carry out the faults that need the container
+/// engine; Enter stops the demo and removes everything, Ctrl-C leaves it running.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Run everything unattended: up, load, each fault in turn with its goals, down

@@ -1,7 +1,7 @@
 //! `cargo xtask crates`: checks that the packages for crates.io could be published. Uploads nothing.
 //!
 //! A package is published if its manifest says `publish = ["crates-io"]`. Cargo's own dry run packs it. This file
-//! checks the content of each package, then compiles it with the oldest Rust that it promises. Cargo's built-in
+//! checks the content of each package, then compiles it with the oldest Rust that it supports. Cargo's built-in
 //! verification is disabled (`--no-verify`): it would compile all dependencies with today's Rust, which `lint` has just
 //! done from the same sources. The compilation here shows what `lint` cannot: that a package is complete and builds
 //! outside this workspace.

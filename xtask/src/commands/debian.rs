@@ -7,8 +7,8 @@ use anyhow::{Result, bail, ensure};
 
 use crate::{progress, run, workspace};
 
-/// The folder under target/ with the files of `package`, fetched once. It is only unpacked: an installed package might
-/// start a server on this machine.
+/// The folder under target/ with the files of `package`, fetched once. The package is only unpacked: if installed, it
+/// might start a server on this machine.
 pub(crate) fn unpacked(package: &str) -> Result<PathBuf> {
     let root = workspace::target().join(package);
     if !root.is_dir() {

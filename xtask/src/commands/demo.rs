@@ -1,4 +1,4 @@
-//! `cargo xtask demo`: sets up everything from nothing and shows it at work.
+//! `cargo xtask demo`: sets up everything from nothing and shows Prequal at work.
 
 use std::ffi::OsString;
 

@@ -109,7 +109,7 @@ struct Parts {
 }
 
 impl Parts {
-    /// Builds everything, for those of `platforms` that this machine can build for; the programs with this profile.
+    /// Builds everything for those of `platforms` that this machine can build for; the programs with this `profile`.
     fn build(toolchain: &Toolchain, platforms: &[Platform], profile: &str) -> Result<Self> {
         let stamp = Stamp::of_commit(toolchain)?;
         let module = fs::read(build::filter(toolchain, "")?)?;

@@ -191,9 +191,9 @@ impl Target {
         folder().join("corpus").join(self.name)
     }
 
-    /// The program, in a network namespace of its own if that is allowed. On machines where the kernel tracks connections
-    /// (with Docker, for example), its thousands of connections a second would fill the kernel's table within two
-    /// minutes. The kernel would then drop new connections.
+    /// The program, in a network namespace of its own if that is allowed. On machines where the kernel tracks
+    /// connections (with Docker, for example), the program's thousands of connections a second would fill the kernel's
+    /// table within two minutes. The kernel would then drop new connections.
     fn program(&self) -> Command {
         let program = self.programs.join(self.name);
         let mut command = if has_own_network() {
@@ -211,7 +211,8 @@ impl Target {
         run::check(self.program().env("PREQUAL_FUZZ_SEEDS", self.corpus()))
     }
 
-    /// Replays the corpora and the inputs that failed earlier, then searches. An error names the file with the failing input.
+    /// Replays the corpora and the inputs that failed earlier, then searches. An error names the file with the failing
+    /// input.
     fn search(&self, seconds: u32) -> Result<Summary> {
         let artifacts = folder().join("artifacts").join(self.name);
         for folder in [&artifacts, &self.found()] {
@@ -262,7 +263,7 @@ impl Target {
     }
 }
 
-/// The lines of a failed program's output that say why it failed. A panic's message is on the line after its place.
+/// The lines of a failed program's output that say why it failed. A panic's message is on the line after its location.
 fn reasons(said: &str) -> Vec<&str> {
     let mut panicked = false;
     let tells = |line: &&str| {

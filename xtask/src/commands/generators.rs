@@ -1,4 +1,5 @@
-//! The load generators that `cargo xtask bench generators` compares with ours: each is built or installed, once.
+//! The load generators that `cargo xtask bench generators` compares with this project's own. Each is built or installed
+//! once.
 
 use std::ffi::OsString;
 

@@ -1,4 +1,4 @@
-//! Programs of Go modules, built with `go install` into target/bin/. The Go module proxy has their sources, and Go
+//! Programs from Go modules, built with `go install` into target/bin/. The Go module proxy has their sources, and Go
 //! checks them against the public checksum log.
 
 use std::fs;
@@ -51,7 +51,7 @@ impl Program {
         made.map(|()| self.path())
     }
 
-    /// Builds the program unless target/bin/ has this very version. `linker_flags` are passed to the linker.
+    /// Builds the program unless target/bin/ has exactly this version. `linker_flags` are passed to the linker.
     pub(crate) fn prepare(&self, linker_flags: &str) -> Result<()> {
         let pinned = format!("\tmod\t{}\t{}\t", self.module, self.version);
         let said = run::output(run::tool("go").args(["version", "-m"]).arg(self.path()));

@@ -1,4 +1,4 @@
-//! The programs that `cargo xtask bench peers` compares with: HAProxy and nginx of this machine or from Debian's
+//! The programs that `cargo xtask bench peers` compares with: HAProxy and nginx from this machine or from Debian's
 //! packages, Caddy from its Go module.
 
 use std::env;

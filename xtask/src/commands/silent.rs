@@ -10,8 +10,8 @@ use crate::{progress, run};
 
 /// Opens 100 000 silent connections to an agent, in a guest machine without a file descriptor limit.
 ///
-/// Runs the release build of `crates/probe-agent/tests/floods.rs` in QEMU without KVM. All well-behaved requests must be
-/// answered, and the agent's memory must stay bounded. Once all connections are open, 200 requests a second must be
+/// Runs the release build of `crates/probe-agent/tests/floods.rs` in QEMU without KVM. All well-behaved requests must
+/// be answered, and the agent's memory must stay bounded. Once all connections are open, 200 requests a second must be
 /// served. Needs x86_64 Debian. Fetches a kernel (34 MB) into target/guest/ once. QEMU, busybox and cpio are installed
 /// with apt if run as root; otherwise the command to run is printed. Takes two to three minutes after that. Run nothing
 /// else meanwhile: on a busy machine, the emulated CPU does not reach the rate.

@@ -428,9 +428,9 @@ fn dependencies() -> Result<()> {
     Ok(())
 }
 
-/// Cheap checks come first, and the steps that `ahead` does or prepares come last. The demo is just before these: it
-/// mostly waits, and meanwhile `ahead` uses the CPU time that is left. At the lowest priority, it does not disturb the
-/// demo's tail latencies.
+/// Cheap checks come first, and most steps that `ahead` does or prepares come last. The demo runs just before
+/// these: it mostly waits, and meanwhile `ahead` uses the CPU time that is left. `ahead` has the lowest priority, so it
+/// does not disturb the demo's tail latencies.
 const STEPS: [Step; 16] = [
     Step::Format,
     Step::Circles,

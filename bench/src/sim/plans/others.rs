@@ -279,7 +279,7 @@ pub(super) fn smallfleet(length: RunLength) -> Experiment {
     }
 }
 
-/// `four` is the goal for p99 over LL-Po2C's with four servers.
+/// `four` is the goal for the ratio of p99 to LL-Po2C's with four servers.
 fn judge_small_fleets(cells: &Cells, four: f64) -> Vec<Verdict> {
     let p99_over = |point: &str, arm: &str| cells.at(point, OURS, P99) / cells.at(point, arm, P99);
     let over_ll = |arm: &str| cells.at("0.5 ms", arm, OWN) / cells.at("0.5 ms", "LL", OWN);

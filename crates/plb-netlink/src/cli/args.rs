@@ -122,7 +122,7 @@ pub(crate) struct SetArgs {
     #[arg(long, value_name = "ON|OFF")]
     pub(crate) enabled: Option<OnOff>,
 
-    /// Share of CE-marked packets from which a round counts as congested: 0 to 1, or 0/256 to 256/256 [kernel default:
+    /// Minimum share of CE-marked packets that makes a round congested: 0 to 1, or 0/256 to 256/256 [kernel default:
     /// 0.5]
     #[arg(long, value_name = "SHARE")]
     pub(crate) k: Option<String>,
@@ -349,8 +349,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_enum, default_value = "auto")]
     pub(crate) way: WayArg,
 
-    /// Share of CE-marked packets from which a round counts as congested, as for `set` [default: the kernel's knob,
-    /// else 0.5]
+    /// Minimum share of CE-marked packets that makes a round congested, as for `set` [default: the kernel's knob, else
+    /// 0.5]
     #[arg(long, value_name = "SHARE")]
     pub(crate) k: Option<String>,
 

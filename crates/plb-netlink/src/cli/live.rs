@@ -111,8 +111,8 @@ pub(crate) fn run(output: Output, args: &RunArgs) -> Result<Answer> {
             Err(error) => return Err(error),
         },
     };
-    // From here on, the first signal only ends the loop. The daemon undoes its changes at the latest when it is
-    // dropped.
+    // From here on, the first signal only ends the loop. The daemon undoes its changes when it is dropped, if not
+    // earlier.
     watch()?;
     let warnings = rights::obstacles();
     emit(

@@ -1,4 +1,4 @@
-//! Labels on the wire, leases, and other common mistakes.
+//! Labels on the wire, leases, and common mistakes.
 
 use std::net::SocketAddrV6;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Labels that `plb run --way sockopt` has switched off do not stay off, neither in a black hole nor after the run.
+//! Labels that `plb run --way sockopt` has switched off do not stay off, either in a black hole or after the run.
 
 use std::time::Duration;
 

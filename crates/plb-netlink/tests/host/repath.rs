@@ -97,8 +97,8 @@ fn without_txrehash_a_black_hole_holds_and_unpin_helps() {
     let info = TcpInfo::of(&flow).unwrap();
     assert!(info.total_rto.unwrap() >= 3, "{info:?}");
     assert_eq!(capture.labels(flow.port()).len(), 1);
-    // After the unpin, one of the next timeouts moves the connection. The timer may be several seconds away by now.
-    // If the new label also leads into the black hole, the next timeout is twice as far away.
+    // After the unpin, one of the next timeouts moves the connection. By now the next one may be several seconds away.
+    // If the new label also leads into the black hole, the timeout after that is twice as far away.
     plb_json(&fabric, Node::H1, &["unpin", &socket]);
     delivers(&sink, Duration::from_secs(150)).unwrap();
     assert!(capture.labels(flow.port()).len() >= 2);

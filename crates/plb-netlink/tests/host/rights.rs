@@ -1,4 +1,4 @@
-//! The rights granted by `plb.service` are sufficient and all necessary; systemd accepts the unit.
+//! The rights granted by `plb.service` are sufficient, and each of them is necessary; systemd accepts the unit.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;

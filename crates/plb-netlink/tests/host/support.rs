@@ -55,7 +55,7 @@ impl Run {
         Self::spawn(command, args)
     }
 
-    /// Starts the same through another program, which then executes `plb`; `words` precede `plb` on the command line.
+    /// Starts such a run through another program, which then executes `plb`; `words` precede `plb` on the command line.
     pub(crate) fn under(fabric: &Fabric, words: &[&str], plb: &str, args: &[&str]) -> Self {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", &fabric.name(Node::H1)]).args(words).arg(plb);

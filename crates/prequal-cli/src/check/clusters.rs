@@ -66,7 +66,7 @@ pub(super) fn check_pair<'a>(
     Some(probing)
 }
 
-/// Returns the cluster `name`, and reports its absence.
+/// Returns the cluster `name`, or reports its absence.
 pub(super) fn find<'a>(
     source: &Source<'a>,
     name: &str,

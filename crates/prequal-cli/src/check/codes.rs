@@ -147,7 +147,7 @@ codes! {
         "Envoy ignores those names: hosts that are not healthy get no requests, and panic mode has no effect",
         "set `override_host_status` as in envoy-native.yaml";
     NATIVE_DETOUR_NAME Error "native-detour-name": "a listener's filter of the native module is not called `prequal_detour`, or its module is not the policy's",
-        "with another module, the filter does nothing; with another name, it acts as the module's upstream filter, and may take over the choice made for another request, whose report is then lost",
+        "with another module, the filter does nothing. With another name, it acts as the module's upstream filter. It may then take over the choice made for another request, and the report on that request is lost",
         "set `filter_name: prequal_detour`, and the policy's `dynamic_module_config`";
     NATIVE_DETOUR_ORDER Warning "native-detour-order": "the detour filter comes after `stateful_session`",
         "while hosts are degraded or in panic mode, some requests leave the host of their session",
@@ -161,7 +161,7 @@ codes! {
         "probes cannot be addressed: replies come from hosts that were not probed",
         "add a second cluster with the same endpoints, as shipped";
     BREAKERS_SHARED Warning "breakers-shared": "probes share the serving cluster and its circuit breakers",
-        "probes take room from requests, and are not sent when a breaker is full, which is when they are needed",
+        "probes take room from requests, and are not sent when a breaker is full, just when they are needed",
         "add a second cluster with the same endpoints, as shipped";
     PROBE_POLICY Error "probe-policy": "the probe cluster does not send probes to the host named in x-prequal-dest",
         "probes cannot be addressed: replies come from hosts that were not probed",

@@ -52,7 +52,7 @@ pub(super) fn managers<'a>(source: &Source<'a>) -> Vec<(At<'a>, Vec<At<'a>>)> {
     managers.map(with_filters).collect()
 }
 
-/// Returns whether this is the filter that Istio's agent puts in place of a module that it could not fetch. It
+/// Returns whether this is the filter that Istio's agent puts in place of a module that it could not fetch. That filter
 /// keeps the module's name.
 fn denies_in_place_of_a_module(filter: &At<'_>) -> bool {
     let of_istio = filter.text("name").is_some_and(|name| name.starts_with("extensions.istio.io/"));

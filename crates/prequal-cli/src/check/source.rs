@@ -1,4 +1,4 @@
-//! Location of listeners, clusters, routes and endpoints in a bootstrap, a config_dump, or a file of resources.
+//! Finds listeners, clusters, routes and endpoints in a bootstrap, a config_dump, or a file of resources.
 
 use anyhow::{Result, bail};
 use serde_json::Value;

@@ -94,7 +94,7 @@ fn upstream_filters(root: &mut Value) -> &mut Vec<Value> {
     list(&mut router["typed_config"]["upstream_http_filters"])
 }
 
-/// A change of the shipped configuration, preceded by the code that it must cause. An allowed change has a description
+/// A change to the shipped configuration, preceded by the code that it must cause. An allowed change has a description
 /// instead.
 type Break = (&'static str, fn(&mut Value));
 
@@ -360,7 +360,7 @@ fn pinned(text: &str) -> String {
     pinned
 }
 
-/// Returns the documents of a manifest as `kubectl get -o json` prints them, after a change of the module's fields.
+/// Returns the documents of a manifest as `kubectl get -o json` prints them, after a change to the module's fields.
 fn changed(text: &str, change: impl FnOnce(&mut Value)) -> String {
     let mut items = read::documents(&pinned(text)).unwrap();
     let loads = |item: &&mut Value| matches!(item["kind"].as_str(), Some("WasmPlugin" | "TrafficExtension"));
@@ -369,7 +369,7 @@ fn changed(text: &str, change: impl FnOnce(&mut Value)) -> String {
     json!({"apiVersion": "v1", "kind": "List", "items": items}).to_string()
 }
 
-/// Single changes of the module's fields in Istio's manifests.
+/// Single changes to the module's fields in Istio's manifests.
 const MANIFEST_BREAKS: &[Break] = &[
     ("module-fetched", |wasm| wasm["failStrategy"] = json!("FAIL_RELOAD")),
     ("module-fetched", |wasm| {

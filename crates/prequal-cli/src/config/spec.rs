@@ -72,7 +72,7 @@ pub(super) struct PlannedCluster {
     pub(super) hosts: Vec<HostPort>,
     /// Whether DNS resolves the replicas.
     pub(super) dns: bool,
-    /// Cluster for probes; `None` if the rule sends no probes.
+    /// Cluster for probes; `None` if the cluster's `rule` needs no probes.
     pub(super) probe: Option<Probe>,
 }
 
@@ -201,7 +201,7 @@ impl Spec {
                     }
                 }
             }
-            // A mistake stops the plan at its end, so the value does not matter.
+            // A missing prefix is a mistake, and with a mistake nothing is rendered. So the value does not matter.
             let prefix = prefix.unwrap_or_default();
             let port = spec.probe_port.or(self.probe_port).and_then(|port| probe_port(&path, port, mistakes));
             let hosts = hosts(&path, &spec.hosts, mistakes);

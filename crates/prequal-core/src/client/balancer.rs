@@ -34,7 +34,7 @@ use agentless::{Agentless, Chooser};
 use doubt::Doubt;
 use journal::{Journal, Update};
 
-/// A worker whose last two picks were closer together than this is likely to pick again within the same time,
+/// If a worker's last two picks were closer together than this, it is likely to pick again within that time,
 /// microseconds.
 const SOON_US: u64 = 1000;
 
@@ -314,9 +314,9 @@ impl<S: Store, C: Counters> Balancer<S, C> {
     /// Applies the pending updates, unless this worker's next pick is likely to do so within a millisecond. Call it after
     /// [`Self::response`] and [`Self::replied`], and after [`Self::ended`] if the time costs nothing to read.
     ///
-    /// Other workers choose by the same pool. Without this, the replica whose response this worker has received would
-    /// look busy to them until this worker's next pick: 5 ms on average at 200 requests a second. If many workers
-    /// share the pool, the additional writes would conflict with their picks, so the updates wait nevertheless.
+    /// Other workers choose from the same pool. Without this, the replica whose response this worker has received would
+    /// look busy to them until this worker's next pick: 5 ms on average at 200 requests a second. If many workers share
+    /// the pool, the additional writes would conflict with their picks, so the updates then wait for the next pick.
     pub fn settle<G: Rng>(&mut self, now: Micros, rng: &mut G) {
         let soon = self.busy && now.saturating_since(self.picked) < SOON_US;
         if !soon && !self.journal.is_contended() {
@@ -533,7 +533,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         class
     }
 
-    /// Updates a rule that keeps state after a request has ended.
+    /// Updates the rule, if it keeps state, after a request has ended.
     fn learn(&mut self, request: &Request, class: Class, proxy: &impl Witness) {
         let now = proxy.now();
         let probe_free = self.config.choice.rule.is_probe_free();

@@ -17,15 +17,15 @@
 //! - *unresponsive*: a request has waited longer than its limit ([`flights`]), and no request sent after it has been
 //!   answered.
 //!
-//! **Trials** readmit a replica. A trial is one request, sent after 1, 2, 4 and then every 8 s, but only if the replica
-//! has reported (to a probe) since the last trial. A trial that is answered only slightly late restarts this back-off,
-//! once. If the answer is late and the replica itself reports such a latency, the back-off becomes 8 s immediately; a
-//! replica that had reported itself slow before its ejection is readmitted instead. An unresponsive replica is
-//! readmitted after one answer in time, to a trial or to an earlier request. A failing replica is readmitted after
-//! [`STREAK`] successful trials in a row, once it also reports few enough failures. These trials follow one another
-//! quickly. One trial would not be enough: a replica that fails half of its requests passes every other trial. A
-//! readmitted replica is usually **vouched** for: for 15 s, the latency that this client sees replaces the reported one
-//! if it is lower, because the reported one still includes the time before the readmission.
+//! **Trials** readmit a replica. A trial is one request, sent after 1, 2 and 4 s and then every 8 s, but only if the
+//! replica has reported (to a probe) since the last trial. A trial that is answered only slightly late restarts this
+//! back-off, once. If the answer is late and the replica itself reports such a latency, the back-off becomes 8 s
+//! immediately; a replica that had reported itself slow before its ejection is readmitted instead. An unresponsive
+//! replica is readmitted after one answer in time, to a trial or to an earlier request. A failing replica is readmitted
+//! after [`STREAK`] successful trials in a row, once it also reports few enough failures. These trials follow one
+//! another quickly. One trial would not be enough: a replica that fails half of its requests passes every other trial.
+//! A readmitted replica is usually **vouched** for: for 15 s, the latency that this client sees replaces the reported
+//! one if it is lower, because the reported one still includes the time before the readmission.
 //!
 //! **The others** show which failures are not a replica's own fault, such as those of a dependency that all replicas
 //! share. The rule takes the *median* of their shares of failures, so that up to half of the fleet can be bad without
@@ -95,7 +95,7 @@ impl EjectionSettings {
 /// Reason for an ejection.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Reason {
-    /// Too many of this Envoy's requests to it fail.
+    /// Too many of this Envoy's requests to the replica fail.
     Failing,
     /// The replica reports that too many of its requests fail.
     Reported,
@@ -624,7 +624,7 @@ impl EjectionTable {
         if self.panics() { 0 } else { self.flagged() }
     }
 
-    /// The replicas that have records, and the reasons for which they are ejected, if any.
+    /// The replicas that have records, and the reasons for their ejection, if any.
     #[cfg(test)]
     pub(crate) fn reasons(&self) -> impl Iterator<Item = (Endpoint, Option<Reason>)> + '_ {
         self.records.iter().map(|record| (record.endpoint, record.reason()))

@@ -639,7 +639,7 @@ impl PoolState {
     }
 
     /// Whether the pool holds every replica in use, so that Envoy's own policy could choose no other. The burst guard
-    /// would then only exchange a choice by known loads for a random one.
+    /// would then only replace a choice by known loads with a random one.
     fn is_whole(&self) -> bool {
         self.members > 0 && u32::from(self.entry_count) + u32::from(self.ejected) >= self.members
     }
@@ -784,7 +784,7 @@ const VERIFY_MS: u32 = 5000;
 const IDLE_MS: u32 = 10_000;
 /// Weight of the latest gap in the average gap between picks.
 const GAP_WEIGHT: f32 = 1.0 / 32.0;
-/// Where requests are rare, a report is kept for this many times the number of replicas, in requests.
+/// Where requests are rare, a report is kept for this many requests per replica.
 const ROUNDS: f32 = 4.0;
 /// Maximum age of a report where requests are rare, in multiples of `max_age_ms`.
 const MOST_EXTENSION: u32 = 10;

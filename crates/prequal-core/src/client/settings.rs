@@ -65,7 +65,7 @@ pub struct ChoiceSettings {
     /// Share of usable hosts below which a priority is in panic, per cent, 0 (never) to 100. Used only where the
     /// balancer is itself Envoy's policy (the native module).
     pub healthy_panic_threshold: u32,
-    /// Whether requests are shared by the weights of localities. Used only in the native module.
+    /// Whether requests are distributed by the weights of localities. Used only in the native module.
     pub locality_weighted: bool,
 }
 

@@ -23,7 +23,7 @@ pub trait Value<B> {
     fn update<T>(&mut self, change: impl FnMut(&mut B) -> (T, bool)) -> Updated<T>;
 
     /// Like [`Self::update`]. If `look` is false, the read may be skipped while no other worker writes; use this for
-    /// changes that nearly always are updates.
+    /// changes that are nearly always updates.
     fn transact<T>(&mut self, look: bool, change: impl FnMut(&mut B) -> (T, bool)) -> Updated<T> {
         let _ = look;
         self.update(change)

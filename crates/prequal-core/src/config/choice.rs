@@ -120,7 +120,7 @@ impl Fields<'_> {
         Some(Some(HintSource { header, path_segment }))
     }
 
-    /// Reports every key of this object that has an effect on none of `choices`.
+    /// Reports every key of this object that has no effect with any of `choices`.
     pub(super) fn contradictions(&mut self, choices: &[&ChoiceSettings]) {
         if choices.is_empty() {
             return;

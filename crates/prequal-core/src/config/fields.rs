@@ -1,4 +1,4 @@
-//! Reads one JSON object: each value by its name and range, and records every error. Other modules define which keys
+//! Reads one JSON object, each value by its name and range, and records every error. Other modules define which keys
 //! exist and how they interact.
 
 use std::ops::RangeInclusive;

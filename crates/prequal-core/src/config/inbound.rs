@@ -1,4 +1,4 @@
-//! The inbound role: the endpoint that a replica's own Envoy reports as, and where it reports.
+//! The inbound role: which endpoint a replica's own Envoy names in its reports, and which responses carry reports.
 
 use serde_json::Value;
 

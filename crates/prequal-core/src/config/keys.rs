@@ -241,8 +241,8 @@ pub const KEYS: &[Key] = &[
         .needs("rule", "hcl")
         .from("§4")
         .means(
-            "θ is this quantile of the reported RIFs (`profile: paper`: only of those in probe replies); the value of `paper` \
-             is 2^(−1/4)",
+            "θ is this quantile of the reported RIFs, the numbers of requests in flight (`profile: paper`: only of those in \
+             probe replies); the value of `paper` is 2^(−1/4)",
         ),
     advanced("hot", "", OneOf(&["gt", "ge"]))
         .at(Hot(|s| Some(&mut s.pool.hot)))
@@ -263,7 +263,7 @@ pub const KEYS: &[Key] = &[
         .at(F64(|s| Some(&mut s.pool.r_remove)))
         .with_probes()
         .from("§4")
-        .means("number of reports removed from the pool per request; the worst and the oldest alternate"),
+        .means("number of reports removed from the pool per request: in turn, the worst report and the oldest one"),
     advanced("scale_removal", "", Bool)
         .at(Flag(|s| Some(&mut s.pool.scale_removal)))
         .with_probes()
@@ -388,8 +388,8 @@ pub const KEYS: &[Key] = &[
         .needs("orca", "text")
         .absent("the estimated knee")
         .means(
-            "number of requests that the replica is meant to serve at once. ORCA's utilisation is relative to this number \
-             while no knee is known, and to the larger of this number and the knee while the knee may be higher",
+            "number of requests that the replica is meant to serve at once. While no knee is known, ORCA's utilisation is \
+             relative to this number. While the knee may be higher than estimated, it is relative to the larger of the two",
         ),
     inbound("orca_window_ms", "ms", Whole(100, 600_000))
         .needs("orca", "text")

@@ -10,7 +10,7 @@ use crate::wire::hint::HintSource;
 /// A named set of defaults.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Profile {
-    /// Prequal's defaults: adaptive budget, reports on responses, a report of every replica in a fleet of up to 64.
+    /// Prequal's defaults: adaptive budget, reports on responses, a pool that holds a whole fleet of up to 64.
     Default,
     /// The baseline of the paper's testbed (§5): fixed `r_probe` = 3, `r_remove` = 1, hot if RIF ≥ θ, probes only.
     Paper,

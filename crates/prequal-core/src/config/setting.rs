@@ -152,7 +152,7 @@ impl Setting {
     }
 }
 
-/// Stores a value if there is one, and room for it.
+/// Stores a value if there is one and there is room for it.
 fn store<T>(place: Option<&mut T>, value: Option<T>) {
     if let (Some(place), Some(value)) = (place, value) {
         *place = value;

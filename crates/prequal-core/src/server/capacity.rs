@@ -58,9 +58,9 @@ const MOST_STEADY: f64 = 16.0;
 const STEADY_KNEE: u16 = 3;
 /// Mean level of arrivals above which the spread of their levels matters.
 const MANY: f64 = 6.0;
-/// Squared coefficient of variation of these levels below which their spread is narrow, and how much more a knee must
-/// then explain per response. Clients that keep the RIF constant leave only small differences between the levels, and
-/// these depend on whether requests are served together.
+/// Squared coefficient of variation of the arrivals' levels below which their spread is narrow, and the evidence per
+/// response that a higher knee then needs in addition. Clients that keep the RIF constant leave only small differences
+/// between the levels, and these depend on whether requests are served together.
 const NARROW: f64 = 0.02;
 const CLEARLY: f64 = 0.005;
 /// Squared coefficient of variation that is assumed before any latency is known. It weighs as much as one new latency.

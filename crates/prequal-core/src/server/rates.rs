@@ -76,8 +76,8 @@ impl Rates {
         }
     }
 
-    /// Counts `count` more requests that ended on other workers recently and whose outcomes are lost. The share of them
-    /// that counts as failed is that of the requests counted so far.
+    /// Counts `count` more requests that ended on other workers recently and whose outcomes are lost. They count as
+    /// failed in the same proportion as the requests counted so far.
     pub fn missed(&mut self, count: u64) {
         let count = count.min(MAX_MISSED) as f64;
         if self.ended > 0.0 {
@@ -98,7 +98,7 @@ impl Rates {
     }
 
     /// Like [`Self::over`], with the request that is leaving now counted as ended. Otherwise a replica that rarely
-    /// serves requests would report none.
+    /// serves requests would report a rate of zero.
     pub fn over_with_leaving(&mut self, now: Micros) -> Window {
         self.means(now, 1.0)
     }

@@ -36,8 +36,8 @@ use crate::shared::time::{MAX_LATENCY_US, Micros};
 pub struct TrackerConfig {
     /// Age beyond which samples are forgotten. Default 15 s: a replica that no client picks is tried again that often.
     /// With a much shorter age, the estimate at a rarely reached RIF comes from lower RIFs, and is too low exactly when
-    /// it matters (in the simulator, at 1.74 times the allocated CPU, 5 s does as well as 15 s, but at 1 s, queries
-    /// time out).
+    /// it matters (in the simulator, at 1.74 times the allocated CPU, an age of 5 s does as well as 15 s, but with 1 s,
+    /// queries time out).
     pub max_age_us: u64,
     /// A request that has waited for more than this many times the median latency raises the estimate. Default 3;
     /// 0 means never (the paper).
@@ -131,8 +131,8 @@ struct Open {
 pub struct Tracker {
     config: TrackerConfig,
     rif: u32,
-    /// Number of those that are not at the server: streams, very long requests, and requests that wait for their
-    /// client.
+    /// Number of requests in flight that are not at the server: streams, very long requests, and requests that wait for
+    /// their client.
     away: u32,
     /// All requests in flight. Those that may be stuck (at the server and not overtaken) are linked in order of age.
     in_flight: InFlight<Open>,
@@ -244,7 +244,8 @@ impl Tracker {
         }
     }
 
-    /// Records that the results of others' requests that ended before `at` are lost. Their time is not counted either.
+    /// Records that the results of other workers' requests that ended before `at` are lost. Their time is not counted
+    /// either.
     pub fn missed_until(&mut self, at: Micros) {
         self.levels.resume(at);
     }

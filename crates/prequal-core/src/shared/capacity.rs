@@ -2,8 +2,8 @@
 
 use super::time::MAX_LATENCY_US;
 
-/// Time constant with which a replica's observations fade, microseconds. With half of it, the estimate is noisier; with
-/// twice as much, it shows a recovered replica later.
+/// Time constant with which observations of a replica fade, microseconds. At half this value, the estimate is noisier;
+/// at twice this value, it shows a recovery later.
 pub const FADES_US: f64 = 6e6;
 
 /// Base latency and knee of a replica.
@@ -25,7 +25,7 @@ impl Capacity {
         Self { base_us: latency_us.max(1), knee, open: false }
     }
 
-    /// Returns the expected latency of a request that finds `rif` in flight, microseconds.
+    /// Returns the expected latency of a request that finds `rif` others in flight, microseconds.
     pub fn latency_us(self, rif: u32) -> u32 {
         (f64::from(self.base_us) * self.crowding(rif)).min(f64::from(MAX_LATENCY_US)) as u32
     }
@@ -34,7 +34,7 @@ impl Capacity {
     /// request is delayed, and it delays those that come after it.
     pub fn cost(self, rif: u32) -> f32 {
         if rif < self.knee.into() {
-            // Nothing waits. Every pick asks for the cost of every entry, so saving the division matters.
+            // Nothing waits. Every pick computes the cost of every entry, so saving the division matters.
             return self.base_us as f32;
         }
         let crowding = self.crowding(rif);

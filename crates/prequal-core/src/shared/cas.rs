@@ -9,7 +9,7 @@ const MAX_TRIES: u32 = 8;
 
 /// Where a shared value is stored.
 pub trait Place<B> {
-    /// Returns the value, `None` if it is missing or damaged, and its number, `None` if it has none.
+    /// Returns the value (`None` if it is missing or damaged) and its number (`None` if it has none).
     fn read(&self) -> (Option<B>, Option<u32>);
 
     /// Writes the value only if the stored one still has this number. Returns whether it was written.
@@ -21,7 +21,7 @@ pub trait Place<B> {
 pub enum UpdateEnd {
     /// The value contains the change.
     Written,
-    /// The change reported that there was no update.
+    /// The change reported that there is nothing to write.
     NoUpdate,
     /// Other writes conflicted too often; the change is lost.
     GivenUp,
@@ -48,11 +48,11 @@ pub fn update<B: Default, T>(place: &impl Place<B>, change: impl FnMut(&mut B) -
 
 /// A worker's copy of a shared value, as the worker last wrote it.
 ///
-/// While no other worker writes, the worker changes its copy and writes it without reading. It does not know the number
-/// of its own write, but numbers rise by at least one: a write that named `n` has the number `n + 1` or more. If the
-/// value's number *is* `n + 1`, it belongs to that write: an earlier write would have made that write fail, and a later
-/// one has a higher number. So the worker names `n + 1`, and the host refuses the write unless the copy is the current
-/// value.
+/// While no other worker writes, the worker changes its copy and writes it without reading. The host does not return
+/// the number of a write. But numbers rise by at least one, so a write that named `n` has the number `n + 1` or more.
+/// If the value's number *is* `n + 1`, the value is from that write: another write before it would have made it fail,
+/// and a later one has a higher number. So the worker names `n + 1`, and the host refuses the write unless the copy is
+/// the current value.
 #[derive(Debug, Default)]
 pub struct OwnCopy<B> {
     value: B,

@@ -81,7 +81,7 @@ impl Endpoint {
         }
     }
 
-    /// Appends the text form. IPv4 avoids the overhead of [`fmt`], because every request has an endpoint.
+    /// Appends the text form. For IPv4, it does not use [`fmt`], whose overhead every request would pay.
     pub fn append_to(&self, text: &mut Vec<u8>) {
         if self.family != 4 {
             text.extend_from_slice(self.to_string().as_bytes());

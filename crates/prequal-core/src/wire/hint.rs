@@ -6,8 +6,8 @@
 //!
 //! A hint also ranks the replicas (rendezvous hashing), and the first [`HOMES`] of them are the hint's *homes*. Every
 //! proxy with the same membership finds the same order, and a replica that joins or leaves changes the homes only of
-//! hints that it is a home of. A request with a hint probes the homes of the hint, at most `d` − 1 of them, and other
-//! replicas ([`crate::client::Balancer::ask`]).
+//! hints that it is a home of. A request with a hint sends up to `d` probes: at most `d` − 1 to homes of the hint, and
+//! the others to other replicas ([`crate::client::Balancer::ask`]).
 
 use std::fmt;
 

@@ -24,7 +24,7 @@ use crate::wire::report::LoadReport;
 
 pub mod backend;
 
-/// Header of a report as text or JSON, whose value starts with its format.
+/// Header of a report as text or JSON. Its value starts with the name of the format.
 pub const HEADER: &str = "endpoint-load-metrics";
 /// Header of a binary report in base64.
 pub const HEADER_BIN: &str = "endpoint-load-metrics-bin";

@@ -15,14 +15,14 @@ pub enum Route {
     Forward,
     /// A probe.
     Probe,
-    /// A probe with a method that is not answered.
+    /// A probe whose method is not supported.
     MethodNotAllowed,
     /// A path below the reserved prefix that does not exist.
     NotFound,
 }
 
 impl Route {
-    /// Returns the route of a path without its query. `method` is called only where it matters.
+    /// Returns the route of `path`, which must not include a query. `method` is called only where it matters.
     pub fn of<'a>(path: &str, method: impl FnOnce() -> &'a str) -> Self {
         if !path.starts_with(PREFIX) {
             Self::Forward

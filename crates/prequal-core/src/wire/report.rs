@@ -23,7 +23,7 @@ pub const HEADER_LATENCY: &str = "x-prequal-latency-us";
 pub const HEADER_HINT: &str = "x-prequal-hint";
 /// The host that answered a probe, according to Envoy: the probe cluster's own filter adds it to the reply.
 pub const HEADER_HOST: &str = "x-prequal-host";
-/// Reason for which the agent itself answers with an error: [`UNSENT`] or [`UNANSWERED`]. Envoy's retry policy uses it.
+/// Reason why the agent itself answers with an error: [`UNSENT`] or [`UNANSWERED`]. Envoy's retry policy uses it.
 pub const HEADER_FAILURE: &str = "x-prequal-failure";
 /// The backend received no byte of the request, so any request may be sent again.
 pub const UNSENT: &str = "unsent";
@@ -51,10 +51,10 @@ pub struct LoadReport {
     pub capacity: Option<Capacity>,
     /// The replica's serving endpoint.
     pub endpoint: Option<Endpoint>,
-    /// Endpoint that answers probes, if it is another one. Always a port of the same host as `endpoint`.
+    /// Endpoint that answers probes, if it differs. Always a port of the same host as `endpoint`.
     pub probe_endpoint: Option<Endpoint>,
-    /// Share of its recent requests that failed (5xx, gRPC errors that are the server's fault), per mille, 0 to
-    /// [`MAX_FAILING`]; `fail=` on the wire, absent for 0.
+    /// Share of the replica's recent requests that failed (5xx, gRPC errors that are the server's fault), per mille, 0
+    /// to [`MAX_FAILING`]; `fail=` on the wire, absent for 0.
     pub failing: u16,
     /// Time since the replica last became reachable, seconds; `up=` on the wire. `None` if that is long ago or not
     /// reported.

@@ -21,7 +21,7 @@ use crate::store::{seed, update};
 /// Maximum age of the data on other workers' requests when a report is made, microseconds.
 const STALE_US: u64 = 100_000;
 
-/// What a replica's counts need to know about the VMs' slots.
+/// The VMs' slots, as far as the counts of a replica depend on them.
 pub(super) trait SlotView {
     /// Returns the slot that this VM counts in.
     fn slot(&self) -> Option<usize>;

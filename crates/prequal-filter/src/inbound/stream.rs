@@ -2,8 +2,8 @@
 //! then its outcome is classified. The speed at which its client sends and receives does not count against the replica.
 //!
 //! Requests are classified as in the agent's table (`crates/probe-agent/src/body.rs`), except that here Envoy reports
-//! who ended the request. If Envoy itself answered a request, the request has counted as in flight, but it shows
-//! nothing about the replica, unless the replica refused it, reset it, or was late.
+//! who ended the request. A request that Envoy itself answered has counted as in flight. It shows nothing about the
+//! replica, unless the replica refused it, reset it, or was late.
 
 use std::rc::Rc;
 
@@ -37,7 +37,7 @@ pub(crate) struct InboundStream {
     local_reply: bool,
     progress: Progress,
     failed: bool,
-    /// Whether the client has not yet sent all of its request.
+    /// Whether the response has not begun and the client is still sending its request.
     uploading: bool,
     streaming: bool,
     /// Whether the connection was upgraded, for example to a WebSocket.

@@ -21,7 +21,7 @@ use crate::store::{seed, update};
 pub(crate) const TICK: Duration = Duration::from_millis(HEARTBEAT_MS as u64);
 
 /// Key of the slot table. Its prefix is needed because in Istio all plugins share one namespace. The table has had one
-/// version so far. Another version needs another key and other gauge names, because each table assigns slots from 0.
+/// version so far. A new version needs a new key and new gauge names, because each table assigns slots from 0.
 const TABLE: &str = "prequal/1/inbound/slots";
 
 thread_local! {

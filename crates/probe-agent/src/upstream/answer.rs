@@ -195,7 +195,7 @@ const SETTINGS: u8 = 4;
 const GOAWAY: u8 = 7;
 /// A type that this module does not read: DATA.
 const IGNORED: u8 = 0;
-/// Length of a GOAWAY's first field, bytes, and the bit of it that has no meaning.
+/// Length of a GOAWAY's first field, bytes, and the reserved bit in that field.
 const LAST_STREAM: usize = 4;
 const RESERVED: u32 = 1 << 31;
 const MAX_CONCURRENT_STREAMS: u16 = 3;

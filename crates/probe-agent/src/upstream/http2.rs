@@ -29,7 +29,7 @@ pub(super) struct Http2 {
     quota: u32,
     /// Requests that wait for a stream, the one that has waited longest first.
     waiting: VecDeque<Waiter>,
-    /// Number of attempts under way, and start of the last one.
+    /// Number of attempts to connect that are under way, and the start of the last one.
     dialing: usize,
     dialed: Option<Instant>,
     /// Time at which the backend last answered in something other than HTTP/2.

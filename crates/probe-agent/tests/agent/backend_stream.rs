@@ -293,7 +293,7 @@ async fn drains<F>(
         () = begun => {}
     }
     served.as_mut().graceful_shutdown();
-    // It ends once its streams have ended.
+    // The connection ends once its streams have ended.
     let _ = within(served).await;
 }
 

@@ -88,7 +88,7 @@ impl Authority {
         TlsConnector::from(Arc::new(config)).connect(name, tcp).await
     }
 
-    /// Sends one GET. Returns the reply, and the certificate that the agent showed.
+    /// Sends one GET. Returns the reply, and the certificate that the agent presented.
     async fn ask(&self, addr: SocketAddr, path: &str, client: Option<&Pair>) -> io::Result<(String, String)> {
         let mut tls = self.connect(addr, client).await?;
         let reply = get(&mut tls, path, "close").await?;
@@ -116,7 +116,7 @@ async fn hello() -> SocketAddr {
     backend(|_| async { text("hello") }).await
 }
 
-/// Starts an agent that looks at its files often, so that tests are quick.
+/// Starts an agent that checks its files often, so that tests are quick.
 fn tls_agent(upstream: SocketAddr, change: impl FnOnce(&mut AgentConfig)) -> Running {
     agent(upstream, |config| {
         config.limits.tls_reload_interval = Duration::from_millis(50);
@@ -176,8 +176,8 @@ async fn a_new_certificate_is_used_and_connections_stay_open() {
     assert!(get(&mut open, "/", "close").await.unwrap().starts_with("HTTP/1.1 200"), "never cut");
 }
 
-/// The kubelet updates a Secret like this: `tls.crt` leads to `..data/tls.crt`, `..data` to a folder, and a rename
-/// replaces the link `..data`.
+/// The kubelet updates a Secret like this: `tls.crt` points to `..data/tls.crt`, `..data` points to a folder, and a
+/// rename replaces the link `..data`.
 #[tokio::test]
 async fn a_secret_updated_by_kubernetes_is_read_again() {
     let ca = Authority::new();

@@ -45,8 +45,8 @@ async fn version(response: Response<Incoming>) -> String {
     String::from_utf8(body.to_vec()).unwrap()
 }
 
-/// Starts a backend of both versions that returns the version of the request. `greet` runs before each connection, with
-/// its number, and returns whether the connection goes on.
+/// Starts a backend that speaks both versions, and returns the version of the request. `greet` runs before each
+/// connection, with its number, and returns whether the connection goes on.
 async fn backend_after<F, R>(greet: F) -> SocketAddr
 where
     F: Fn(usize) -> R + Send + Sync + 'static,
@@ -433,7 +433,7 @@ async fn accepting(numbers: &'static [u32]) -> SocketAddr {
 
 #[tokio::test]
 async fn connections_that_accept_few_requests_fail_none() {
-    // Refused requests are sent again for this long, which a busy machine needs.
+    // Refused requests are sent again for this long. A busy machine needs that much time.
     let agent = agent(accepting(&[3]).await, |config| config.limits.connect_timeout = Duration::from_secs(9));
     let client = client2(agent.addr).await;
     let send = async |number: usize, len: usize| {

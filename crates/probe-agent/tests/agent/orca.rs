@@ -273,7 +273,8 @@ async fn a_call_without_its_request_message_times_out() {
     assert_eq!(agent.load.counters().orca_refused(), 4);
     next(&mut call(agent.addr, asking(100)).await).await;
 
-    // Until then the call takes a place; otherwise such calls would be unlimited. A drain does not wait for the call.
+    // Until its request arrives or times out, a call takes a place; otherwise such calls would be unlimited. A drain
+    // does not wait for the call.
     let mut agent = stalled(Duration::from_secs(3600));
     let (_sender, answer) = silent(agent.addr).await;
     let begin = Instant::now();

@@ -1,4 +1,4 @@
-//! Every way that a request can take through the agent, over real sockets: what arrives, what counts, and that RIF
+//! Every path that a request can take through the agent, over real sockets: what arrives, what counts, and that RIF
 //! always returns to zero.
 
 use std::io;

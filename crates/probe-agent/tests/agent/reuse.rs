@@ -22,8 +22,8 @@ enum Close {
     Begun,
 }
 
-/// Starts a backend that closes the connection unless `answers` holds for a request. `answers` gets the number of the
-/// connection and the number of the request on it. Also returns the requests that the backend saw.
+/// Starts a backend that closes the connection unless `answers` returns true for a request. `answers` gets the number
+/// of the connection and the number of the request on it. Also returns the requests that the backend saw.
 async fn backend<F>(close: Close, answers: F) -> (SocketAddr, Arc<Mutex<Vec<String>>>)
 where
     F: Fn(usize, usize) -> bool + Copy + Send + Sync + 'static,

@@ -68,7 +68,7 @@ impl Drop for Running {
     }
 }
 
-/// Starts an agent in front of `backend`, with the settings that `change` makes.
+/// Starts an agent in front of `backend`, with its settings changed by `change`.
 pub fn agent(backend: SocketAddr, change: impl FnOnce(&mut AgentConfig)) -> Running {
     let mut config = AgentConfig::new(any_port(), backend.into());
     change(&mut config);
@@ -95,7 +95,7 @@ pub fn any_port() -> SocketAddr {
     "127.0.0.1:0".parse().unwrap()
 }
 
-/// Starts a backend that speaks both versions.
+/// Starts a backend that speaks both versions of HTTP.
 pub async fn backend<F, R>(answer: F) -> SocketAddr
 where
     F: Fn(Request<Incoming>) -> R + Clone + Send + Sync + 'static,
@@ -217,8 +217,7 @@ impl Process {
 }
 
 /// Returns an address that refuses every connection until a test listens there. The system gives the port to no other
-/// test, because a socket stays bound to it; `SO_REUSEADDR` on both sockets makes it possible to bind the port by its
-/// number.
+/// test, because a socket stays bound to it. `SO_REUSEADDR` on both sockets lets the test bind the same port.
 pub async fn dead_backend() -> SocketAddr {
     let socket = TcpSocket::new_v4().unwrap();
     socket.set_reuseaddr(true).unwrap();

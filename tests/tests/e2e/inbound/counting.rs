@@ -208,7 +208,7 @@ fn responses_made_by_envoy_do_not_count_against_the_replica() -> Result<()> {
     wait_for_count(&envoy, "aborted", 20);
     let reported = probe(envoy.addr())?;
     assert_eq!((reported.rif, reported.latency_us, &reported.rest[..3]), (0, None, "up="), "{reported:?}");
-    // Two retries count as one request.
+    // A request with two retries counts as one.
     for _ in 0..5 {
         assert_eq!(envoy.client().get("/")?.status, 200);
     }

@@ -189,5 +189,5 @@ impl Drop for Browser {
     }
 }
 
-/// Limit for an answer, and for the page to be drawn.
+/// Time limit for an answer, and for the page to be drawn.
 const LIMIT: Duration = Duration::from_secs(30);

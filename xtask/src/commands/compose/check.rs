@@ -35,8 +35,7 @@ struct Case {
     fault: &'static str,
     /// The replica that is hit; 0 if the fault targets no replica.
     replica: u64,
-    /// Allowed failures, given as the seconds in which one replica gets that many requests at an equal share;
-    /// `in_flight` is added.
+    /// Allowed failures, as seconds of one replica's traffic at an equal share. `in_flight` requests are added.
     seconds_lost: f64,
     in_flight: u64,
     shows: Shows,
@@ -279,8 +278,8 @@ impl FaultCheck<'_> {
         bail!("no fifteen calm seconds to compare with in {CALM_TRIES} tries")
     }
 
-    /// Repeats the fault after a miss, or if the machine was too busy to judge it: on shared cores a single tail latency
-    /// proves little. A fault fails if it misses its goals twice. Every try is printed.
+    /// Repeats the fault after a miss, or if the machine was too busy to judge it: on shared cores a single tail
+    /// latency proves little. A fault fails if it misses its goals twice. Every try is printed.
     fn case_with_retry(&mut self, case: &Case, options: &Options) -> Result<()> {
         let kept = (self.wrong.len(), self.unjudged.len());
         let mut misses = 0;
@@ -294,7 +293,7 @@ impl FaultCheck<'_> {
             }
         }
         if misses == 1 {
-            // One miss is too few to fail, and the other tries were not judged.
+            // One miss is not enough to fail, and the other tries were not judged.
             self.wrong.truncate(kept.0);
             self.unjudged.push(format!("{}: one miss, and no other try could be judged", case.fault));
         }

@@ -18,7 +18,7 @@ pub(crate) enum ModuleForm {
 }
 
 impl ModuleForm {
-    /// Envoy's configuration, in its image.
+    /// Name of Envoy's configuration file in its image.
     fn config(self) -> &'static str {
         match self {
             Self::Wasm => "envoy-prequal.yaml",

@@ -30,12 +30,12 @@ pub(super) fn digest(text: &str) -> Result<String, String> {
     sound.then(|| text.to_owned()).ok_or_else(|| "must be `sha256:` and 64 hexadecimal digits".to_owned())
 }
 
-/// Every file in the manifest folders below `configs`, with the images by digest.
+/// Every file in the manifest folders below `configs`, with the images named by digest.
 pub(super) fn pinned(configs: &Path, version: &str, digests: &Digests<'_>) -> Result<Vec<Entry>> {
     let mut files = Vec::new();
     let mut count = 0;
-    // The archive of programs has a file `plb`, so that folder has another name, in case both are unpacked in one
-    // place.
+    // The archive of programs has a file `plb`, so the folder `plb` gets another name here, in case both archives are
+    // unpacked in one place.
     let folders = ["envoy-gateway", "istio", "kubernetes"].map(|folder| (folder, folder));
     for (folder, name) in folders.into_iter().chain([("plb", "plb-daemon")]) {
         for mut file in entries_of(&configs.join(folder))? {
@@ -59,7 +59,7 @@ pub(super) fn pinned(configs: &Path, version: &str, digests: &Digests<'_>) -> Re
     Ok(files)
 }
 
-/// The files of the chart in `folder`, as its archive contains them, with the same images by digest.
+/// The files of the chart in `folder`, as its archive contains them, with the same images named by digest.
 pub(super) fn chart(folder: &Path, version: &str, digests: &Digests<'_>) -> Result<Vec<Entry>> {
     let mut files = entries_of(folder)?;
     let text = |file: &Entry| String::from_utf8(file.bytes.clone()).with_context(|| file.path.clone());

@@ -1,4 +1,5 @@
-//! The native module with many hosts, and with hosts that change all the time, in a small program in place of Envoy.
+//! Measures the native module with many hosts, and with hosts that change all the time. A small program takes Envoy's
+//! place.
 //!
 //! The results are the module's own CPU time and memory, without Envoy's. `cargo xtask bench growth` and `memory`
 //! measure the same with Envoy.

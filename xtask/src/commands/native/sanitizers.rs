@@ -15,7 +15,7 @@ use crate::{progress, run, workspace};
 /// A sanitizer of the compiler.
 struct Sanitizer {
     name: &'static str,
-    /// The standard library must be instrumented too, which takes most of the time.
+    /// Whether the standard library must be instrumented too, which takes most of the time.
     whole: bool,
 }
 

@@ -2,13 +2,14 @@
 //!
 //! While agents are rolled out or rolled back, some replicas report and others do not. Choosing only among those that
 //! report would leave the others idle, and a few replicas would get the requests of the whole fleet. Therefore each
-//! agentless replica gets its fair share. Among them, the one with the fewest of this worker's requests in flight,
-//! relative to its weight, is chosen, as in Envoy's `least_request`. Where agentless replicas are the majority, the
-//! proxy's own policy places all requests.
+//! agentless replica gets its fair share. Among them, this module chooses the one with the fewest of this worker's
+//! requests in flight, relative to its weight, as in Envoy's `least_request`. Where agentless replicas are the
+//! majority, the proxy's own policy places all requests.
 //!
 //! If nothing answers a replica's probes, only the proxy's own policy can reveal that it has no agent, so unanswered
-//! probes leave some requests to that policy. The probes of a dead or hung replica go unanswered too, and such a request
-//! might hang there. `probing.rs` therefore reports only those unanswered probes that no silent replica explains.
+//! probes leave some requests to that policy. But the probes of a dead or hung replica go unanswered too, and the
+//! policy might send a request there. `probing.rs` therefore reports only those unanswered probes that no silent
+//! replica explains.
 
 use std::mem;
 
@@ -64,17 +65,17 @@ impl Agentless {
         self.unanswered = true;
     }
 
-    /// Records that a request is left to the proxy's policy.
+    /// Records that a request is left to the proxy's policy: the exploring request.
     pub(super) fn explorer_sent(&mut self) {
         self.exploring = true;
     }
 
-    /// Records that this request was answered or has ended. Returns whether it was still unanswered.
+    /// Records that the exploring request was answered or has ended. Returns whether it was still unanswered.
     pub(super) fn explorer_ended(&mut self) -> bool {
         mem::take(&mut self.exploring)
     }
 
-    /// Records that the replica that got this request did not answer it. That explains the unanswered probes.
+    /// Records that the replica that got the exploring request did not answer it. That explains the unanswered probes.
     pub(super) fn explained(&mut self) {
         self.unanswered = false;
     }

@@ -146,7 +146,7 @@ impl Witness for Proxy {
     }
 }
 
-/// A proxy that may not be asked anything.
+/// A proxy that must not be asked anything.
 struct Silence;
 
 impl Witness for Silence {
@@ -469,7 +469,7 @@ fn the_ejection_table_is_read_only_after_changes() {
     let failed = Event::Failed { requests: 9.0, well: 6, trial: false };
     [0, 3, 4].iter().for_each(|n| worker.push(Update::Health(ms(2), replica(*n), failed)));
     eject(&mut worker, 2, 1);
-    // The table takes in the first reports of an ejected replica, as they renew its placement.
+    // The table records the first reports of an ejected replica, because they renew its placement.
     assert_eq!((chosen(&mut worker, 3, &[1]), chosen(&mut worker, 4, &[1])), (1, 0));
     assert_eq!((chosen(&mut other, 5, &[1]), chosen(&mut other, 6, &[1])), (1, 0));
     eject(&mut other, 7, 2);

@@ -338,7 +338,7 @@ impl Flights {
     }
 
     /// Time after which a request to a replica that reports `latency_us` is overdue, microseconds; 0: never. A trial
-    /// shows whether the replica is as good as the others, so its limit is the common one.
+    /// shows whether the replica is as good as the others, so its limit is the shared one.
     fn limit_for(&self, latency_us: Option<u32>, trial: bool) -> u32 {
         let slower = match latency_us {
             _ if trial => 1.0,

@@ -494,7 +494,7 @@ fn a_late_answer_of_a_slow_replica_does_not_shorten_the_back_off() {
 
 #[test]
 fn ordinary_variance_rarely_exceeds_the_limit() {
-    // The work of the paper's testbed: max(0, N(80, 80)) ms, one request after the other to each of 20 replicas.
+    // The workload of the paper's testbed: max(0, N(80, 80)) ms, one request after the other to each of 20 replicas.
     let mut scene = Scene::new();
     let mut trips = 0;
     for i in 0..20_000u64 {

@@ -8,9 +8,9 @@ use crate::shared::time::Micros;
 /// Maximum number of waiting notes: about as many as there are samples between two ticks at the highest sampling rate.
 const MAX_NOTES: usize = 256;
 /// Notes are shared once their number reaches the number of members divided by this. In a small fleet, notes are
-/// therefore shared at once. Sharing takes time in proportion to the number of members, so the time per note is the
-/// same in a fleet of any size: the time that sharing takes for this many members. Each worker holds back notes for at
-/// most about a quarter of a round.
+/// therefore shared at once. Sharing takes time in proportion to the number of members, so a note takes as much time
+/// in a fleet of any size as sharing takes for this many members. Each worker holds back notes for at most about a
+/// quarter of a round.
 const PART: usize = 4;
 
 /// A worker's observation about the membership.

@@ -47,9 +47,9 @@ pub struct Done {
     pub latency_us: u64,
     /// How it ended.
     pub outcome: Outcome,
-    /// Number of requests in flight that the replica put on its response.
+    /// Number of requests in flight that the replica reported on its response.
     pub rif: Option<u32>,
-    /// Utilisation that it put there; 1 is full.
+    /// Utilisation that it reported there; 1 is full.
     pub utilisation: Option<f64>,
 }
 

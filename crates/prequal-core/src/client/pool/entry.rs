@@ -90,7 +90,7 @@ impl Entry {
 
     /// RIF scaled to a replica of average weight.
     pub(super) fn load(&self) -> u32 {
-        // Most weights are equal. Every pick asks for every entry's load, so saving the division matters.
+        // Most weights are equal. Every pick computes every entry's load, so saving the division matters.
         if self.weight == Placement::UNIT {
             return self.rif.into();
         }

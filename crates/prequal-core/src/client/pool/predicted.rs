@@ -140,7 +140,7 @@ impl Predicted {
     /// typical knee: otherwise a new replica that gets one request at a time would never get two.
     ///
     /// While the client is learning, a replica that saturates at about the typical rate counts as typical. A few
-    /// responses show this rate, but not whether one slow request at a time is served, or several fast ones.
+    /// responses show this rate, but not whether one fast request at a time is served, or several slow ones.
     fn capacity(&self, entry: &Entry) -> Capacity {
         let capacity = entry.capacity();
         let capacity = capacity.map(|known| Capacity { base_us: known.base_us.max(self.least_us), ..known });
@@ -277,13 +277,12 @@ impl Trials {
 /// Rank of an entry. The first criterion is whether its cost is beyond the band. Entries beyond the band are ranked by
 /// cost, the others by requests in flight, then by the age of the report, then by turn. A replica below its knee serves
 /// every request at once, so its RIF is not a criterion of its own: the age of the report and then the turn decide, and
-/// the turn weighs the RIF against the time since the replica was last chosen ([`TURN`]). This does not apply while
-/// most replicas are congested, or where weights differ. Where all requests take the same time, even spacing of
-/// requests keeps queues short, as in round robin.
+/// the turn weighs the RIF against the time since the replica was last chosen ([`TURN`]). Taking turns spaces requests
+/// evenly. Where all requests take the same time, this keeps queues short, as in round robin. The exception for
+/// replicas below their knee does not apply while most replicas are congested, or where weights differ.
 ///
-/// The parts are packed into one number, from the highest bit down: one bit for the first, 31 for the second, 32 for
-/// the others.
-/// Every pick compares the ranks of all entries.
+/// The parts are packed into one number, because every pick compares the ranks of all entries. From the highest bit
+/// down: one bit for the first, 31 for the second, 32 for the others.
 type PredictedRank = u64;
 
 /// The bit of [`PredictedRank`] that says that the cost exceeds the band.
@@ -323,7 +322,7 @@ impl Order for Predicted {
     }
 }
 
-/// The order in which the homes of a request's hint come first, unless they cost far more than the lowest.
+/// The order in which the homes of a request's hint come first, unless their cost is far above the lowest.
 pub(super) struct AtHome<'a> {
     pub(super) rule: Predicted,
     /// The answers that say which replicas are homes.

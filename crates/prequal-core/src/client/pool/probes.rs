@@ -98,7 +98,7 @@ impl PoolState {
 /// some of them are sent when no requests come. A cluster that gets no requests therefore soon gets no probes, and rare
 /// requests cause no more probes each than frequent ones.
 ///
-/// While no probe is answered, probes are sent only when the silence has doubled.
+/// While no probe is answered, probes are sent only each time the silence has doubled.
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub(super) struct Clock {
@@ -205,7 +205,7 @@ const MOST_BURSTS: f32 = 15.0;
 const SAVED: f32 = 32.0;
 /// Maximum number of discovery probes with one request.
 const BURST: f32 = 8.0;
-/// Number of unanswered probes below which silence may be chance. The same applies below a silence of [`PATIENCE_MS`].
+/// Number of unanswered probes below which silence may be chance. So may a silence shorter than [`PATIENCE_MS`].
 const PATIENCE: u32 = 16;
 const PATIENCE_MS: u32 = 1000;
 /// Maximum delay of a late worker, milliseconds; a longer one means that the clock has stepped.

@@ -2,7 +2,7 @@
 //!
 //! A report on a response does not count the requests that reached the replica after the response had left it. At the
 //! moment of a burst of responses, many requests are on their way, because each response lets a client send its next
-//! request. If each report replaced the RIF in the pool, all of them would go to this replica.
+//! request. If each report replaced the RIF in the pool, all of those requests would go to this replica.
 //!
 //! The reply to a probe that overtook a request does not count that request either.
 //!
@@ -21,8 +21,8 @@ const LONGEST_TRIP: i32 = 100;
 const SLOT_US: u64 = 200;
 /// Number of slots kept: more than a round trip, and as many as fill whole 32-bit words.
 const SLOTS: usize = 4;
-/// Backward jump of the clock beyond which it counts as a step, in slots: one second. A smaller one is a worker that is
-/// late.
+/// Backward jump of the clock beyond which it counts as a step, in slots: one second. A smaller one means that a worker
+/// is late.
 const STEP: i32 = 5000;
 
 /// Numbers of requests in the latest slots.

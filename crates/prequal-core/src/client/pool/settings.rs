@@ -73,7 +73,7 @@ pub struct PoolSettings {
     /// Number of RIFs kept for θ, 8 to [`MAX_HISTORY`].
     pub rif_history: usize,
     /// Computes θ from replies to probes alone, as in the paper: chosen replicas report lower RIFs on responses than
-    /// the fleet has. If false, all reports count, because with few probes hardly any other RIFs are known.
+    /// the fleet has. If false, all reports count, because the few probes alone provide hardly any RIFs.
     pub theta_of_probes: bool,
     /// Leaves some requests to Envoy's own policy. While the fleet is being discovered, these are the requests that
     /// would go to a replica with four requests in flight. Without this, the first two of 40 replicas would get all

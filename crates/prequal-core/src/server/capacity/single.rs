@@ -4,8 +4,8 @@
 //! replica its second request when the first one is nearly done. The second one then hardly waits, so the fit concludes
 //! that two requests are served as fast as one. The time between departures shows the difference. If requests are
 //! served one by one, a request that arrived behind another one begins when that one leaves. From then on it takes as
-//! long as a request that arrives alone. If two are served at once, the second one leaves sooner. Only if it begins just
-//! before the first one leaves does it leave hardly sooner; then it makes no difference how many are served at once.
+//! long as a request that arrives alone. If two are served at once, the second one leaves sooner. The gain is small
+//! only if it begins just before the first one leaves; then it does not matter how many are served at once.
 //!
 //! This module says only whether the knee is 1; the fit finds every other knee. A single core that requests share is not
 //! recognised here, because a request on such a core begins at once.

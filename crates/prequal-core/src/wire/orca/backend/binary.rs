@@ -33,7 +33,7 @@ impl<'a> Message<'a> {
     }
 }
 
-/// Decodes one entry of the map.
+/// Decodes one entry of the map of named metrics.
 fn named(mut entry: &[u8]) -> Option<(&str, f64)> {
     let (mut name, mut amount) = ("", 0.0);
     while !entry.is_empty() {
