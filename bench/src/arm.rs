@@ -8,7 +8,7 @@ pub(crate) enum Arm {
     RoundRobin,
     LeastRequest,
     FullScan,
-    /// Envoy's policy that picks any replica at random.
+    /// Envoy's policy that picks a replica at random.
     Random,
     /// Envoy's client_side_weighted_round_robin, weighted by the load that the agents report.
     Cswrr,

@@ -1,4 +1,4 @@
-//! Other load balancers in Envoy's place: what they are, and one of them as running processes.
+//! Other load balancers in Envoy's place: which ones there are, and how they are run.
 //!
 //! Every peer forwards HTTP/1.1 over connections that stay open, on as many threads or workers as Envoy has, without
 //! retries, health checks or an access log, and with limits so high that it refuses nothing. The files in `peer/` hold

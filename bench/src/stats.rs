@@ -18,7 +18,7 @@ pub(crate) struct Sample {
     pub(crate) latency: Option<Duration>,
     /// From the due time until the head of the answer, which a streaming replica sends with the first token.
     pub(crate) first_byte: Option<Duration>,
-    /// Number of tokens in the answer; 0 if the replica is no inference engine.
+    /// Number of tokens in the answer; 0 if the replica is not an inference engine.
     pub(crate) generated: u32,
     /// Number of the replica that answered, from its response header.
     pub(crate) replica: Option<u16>,

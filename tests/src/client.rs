@@ -102,8 +102,8 @@ impl Client {
     }
 
     /// A client that behaves like users' clients: if a request could not be sent because its connection was closing, or
-    /// was refused for that reason, it sends the request on another one. It does not reuse connections that were idle for
-    /// half a second.
+    /// was refused for that reason, it sends the request on another one. It does not reuse connections that were idle
+    /// for half a second.
     pub fn reconnecting(addr: SocketAddr, http2: bool) -> Self {
         Self::build(addr, http2, true)
     }

@@ -31,7 +31,7 @@ pub fn find(documents: &[Value], kind: &str, name: &str) -> Value {
     found.unwrap_or_else(|| panic!("no {kind} {name}")).clone()
 }
 
-/// A way in which docs/guide/envoy-gateway.md applies the files of `envoy-configs/envoy-gateway/`.
+/// A way to apply the files of `envoy-configs/envoy-gateway/`, described in docs/guide/envoy-gateway.md.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum EnvoyGateway {
     /// With the filter.

@@ -1,4 +1,4 @@
-//! The end of a successful request, for the benches and for the test of allocations.
+//! The end of a successful request, for the benches and for the allocation test.
 
 use prequal_core::client::{Class, Witness};
 use prequal_core::shared::endpoint::Endpoint;

@@ -30,8 +30,8 @@ pub(crate) struct EngineSpec {
     pub(crate) step_us: f64,
     /// Time that each sequence of the batch adds to an iteration, µs.
     pub(crate) sequence_us: f64,
-    /// Prefill time per token, µs. Prefill is limited by arithmetic, and the times above are limited by memory. Both
-    /// overlap, so an iteration takes the longer of the two.
+    /// Prefill time per token, µs. Prefill is limited by arithmetic, and the times above are limited by memory. The
+    /// two overlap, so an iteration takes the longer of the two.
     pub(crate) prefill_us: f64,
     /// Maximum number of running sequences.
     pub(crate) max_batch: usize,

@@ -1,4 +1,4 @@
-//! An antagonist: a process that takes CPU time of a replica's machine, sometimes much and sometimes little.
+//! An antagonist: a process that uses a varying amount of CPU time on a replica's machine.
 
 use std::time::{Duration, Instant};
 

@@ -114,8 +114,8 @@ fn short(step: &Step) -> String {
     parts.join(", ")
 }
 
-/// The policies that `--arms` names, or those of figure 6 if it names none, or every one for `all`. A name selects all policies whose names
-/// begin with it, unless it is the whole name of one policy.
+/// The policies that `--arms` names, or those of figure 6 if it names none, or every one for `all`. A name selects all
+/// policies whose names begin with it, unless it is the whole name of one policy.
 fn chosen(length: &Length) -> Result<Vec<Policy>> {
     let names = &length.arms;
     if names.is_empty() {

@@ -23,7 +23,7 @@ pub(super) enum Policy {
     /// The paper's weighted round robin: weights are queries per second over CPU utilisation, and errors do not count.
     /// In Envoy it is `client_side_weighted_round_robin`, fed with the CPU utilisation that replicas report.
     Wrr,
-    /// The same policy of Envoy, fed by the agents, which count requests but do not know CPU time.
+    /// The same Envoy policy, fed by the agents, which count requests but do not know CPU time.
     Cswrr,
     TwoChoices,
     FullScan,

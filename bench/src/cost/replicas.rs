@@ -29,7 +29,7 @@ const NEWCOMERS: usize = 3;
 /// endpoints.
 const MOST_JOINED: usize = 5000;
 const FOUND_WITHIN: Duration = Duration::from_secs(10);
-/// Interval between requests at the low rate. These requests bring the probes that find a newcomer.
+/// Interval between requests at the low rate. These requests trigger the probes that find a newcomer.
 const PACE: Duration = Duration::from_millis(5);
 /// Time to wait for a newcomer before giving up.
 const PATIENCE: Duration = Duration::from_secs(60);

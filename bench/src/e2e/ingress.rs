@@ -123,7 +123,7 @@ pub(super) async fn run(ingress: &Ingress) -> Result<ExitCode> {
     }
     if let Some(mut steady) = steady {
         println!("{}", steady.tables(topologies[0]));
-        // No round robin runs beside a steady run; use the lowest of its medians over the passes.
+        // No round robin runs beside a steady run, so use the lowest of round robin's medians over the passes.
         let medians = comparison.of(Arm::RoundRobin, topologies[0]).map(|run| run.judged.quantile_ms(0.5));
         steady.scenario.goals.push(Goal::P99(min_max(medians).0 + P99_MARGIN_MS));
         goals.judge(&steady, topologies[0]);

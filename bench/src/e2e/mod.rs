@@ -38,7 +38,7 @@ pub(crate) enum EndToEnd {
     Ingress(ingress::Ingress),
     /// One of 11 replicas takes 2 s for half of the run, then heals
     Stall(Length),
-    /// One of 10 replicas fails at once: a share of its requests, all of them, or by refusing connections
+    /// One of 10 replicas fails fast: it rejects a share of its requests, rejects all, or refuses connections
     Sinkhole(sinkhole::Sinkhole),
     /// Half of 40 replicas take five times as long, and all have little room for waiting requests
     SlowHalf(Length),

@@ -834,8 +834,8 @@ impl<'a> World<'a> {
     }
 }
 
-/// Returns the time from `now` until `share` more queries are expected. The rate alternates between the two `rates`, each
-/// of which lasts `seconds`. All times are in seconds.
+/// Returns the time from `now` until `share` more queries are expected. The rate alternates between the two `rates`,
+/// each of which lasts `seconds`. All times are in seconds.
 fn wave_gap(now: f64, mut share: f64, rates: [f64; 2], seconds: f64) -> f64 {
     let mut wave = (now / seconds) as usize;
     let mut from = now;

@@ -74,7 +74,7 @@ impl Sizes {
     pub(crate) fn draw(&self, rng: &mut SmallRng) -> f64 {
         match *self {
             Self::Exact => {
-                // Draw all the same, so that queries arrive at the same instants with and without variation.
+                // Draw anyway, so that queries arrive at the same instants with and without variation.
                 let _: f64 = StandardNormal.sample(rng);
                 1.0
             }
@@ -193,7 +193,7 @@ impl SimScenario {
         Self::over(vec![ServerSpec::testbed(WORK_MS, spare); n], load)
     }
 
-    /// The testbed with every odd server slow: `fast_ms` and twice that. `load` is relative to an even spread.
+    /// The testbed with every odd server slow: it takes twice `fast_ms`. `load` is relative to an even spread.
     pub(crate) fn half_slow(n: usize, fast_ms: f64, load: f64, spare: Spare) -> Self {
         let work = |server: usize| fast_ms * (1 + server % 2) as f64;
         Self::over((0..n).map(|server| ServerSpec::testbed(work(server), spare)).collect(), load)

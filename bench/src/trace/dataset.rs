@@ -12,8 +12,8 @@ use crate::load::{Due, Keys, drawer};
 
 const CSV: &str = include_str!("../../data/azure-llm-2023-code.csv");
 /// Every request gets one of these sessions at random, independent of its size. This is an assumption: the trace does
-/// not say which requests belong together. Real sessions come in runs and keep their length, so their prefixes hit more
-/// often.
+/// not say which requests belong together. The requests of a real session come in runs and are of similar length, so
+/// their prefixes hit more often.
 pub(crate) const SESSIONS: Keys = Keys { count: 256, exponent: 0.8 };
 const SESSIONS_SEED: u64 = 1;
 

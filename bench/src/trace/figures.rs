@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::stats::{Sample, Summary};
 
-/// The limits that a request must keep to be good, in addition to being answered.
+/// The limits that a request must meet to be good, in addition to being answered.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Slo {
     pub(super) first_token: Duration,

@@ -9,7 +9,7 @@
 {{- include "prequal.prefix" $root }}-{{ index . 1 -}}
 {{- end -}}
 
-{{- /* (list . component): the labels that select pods. They stay the same over upgrades. */ -}}
+{{- /* (list . component): the labels that select pods. They stay the same across upgrades. */ -}}
 {{- define "prequal.selector" -}}
 {{- $root := index . 0 -}}
 app.kubernetes.io/name: prequal

@@ -193,7 +193,7 @@ impl Daemon {
             }
             Way::SocketOptions(guardian) => {
                 for note in gone.into_values().filter_map(|state| state.switched) {
-                    // A socket that can still be reached may keep sending for a while.
+                    // If the socket can still be reached, it may keep sending for a while, so its label is restored.
                     if let Ok(Some((_, socket))) = self.holders.open(note.inode, note.cookie) {
                         let _ = sock::set_auto_label(&socket, note.was);
                     }

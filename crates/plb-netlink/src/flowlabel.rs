@@ -168,8 +168,8 @@ pub struct Lease {
 /// Leases a label for this socket until the socket is closed or the label is [`put`]; returns the label.
 ///
 /// # Errors
-/// If another socket has a lease of the label that this one may not join ([`Share`]); if this socket exceeds 32 leases, or asks for long times, without the
-/// rights; or if `flowlabel_state_ranges` reserves the label for automatic ones.
+/// If another socket has a lease of the label that this one may not join ([`Share`]); if this socket lacks the rights
+/// and exceeds 32 leases or asks for long times; or if `flowlabel_state_ranges` reserves the label for automatic ones.
 pub fn lease(socket: &impl AsFd, terms: &Terms) -> Result<Label> {
     if terms.destination.is_unspecified() || terms.destination.is_multicast() {
         return Err(Error::Invalid("a lease is for one destination, a unicast IPv6 address".to_owned()));

@@ -345,7 +345,7 @@ fn s4_probe_targets_are_uniform_without_replacement_by_chi_square() {
     assert!(chi_square < 85.4, "{chi_square}");
 }
 
-/// With fewer probes than queries, the pool runs empty without reuse (depletion), and does not with it.
+/// With fewer probes than queries, the pool runs empty (depletion) unless reports are reused.
 #[test]
 fn s4_reuse_prevents_depletion() {
     let fallbacks = |reuse_cap| {

@@ -113,7 +113,7 @@ pub(crate) enum WaitEnd {
     Decided(Ending),
     /// No wait: fewer than two replicas are known, or no probe could be sent.
     Unasked,
-    /// The request ended first.
+    /// The request ended before the wait did.
     Aborted,
 }
 
@@ -179,8 +179,8 @@ pub(crate) struct Metrics {
     ejected: Gauge,
     /// Replicas without an agent.
     agentless: Gauge,
-    /// 1 while more than half of the replicas would be ejected (then none is), or have recently failed at least half of
-    /// their requests.
+    /// 1 while more than half of the replicas would be ejected, or have recently failed at least half of their
+    /// requests. If more than half would be ejected, none is.
     panic: Gauge,
 }
 

@@ -98,7 +98,7 @@ impl Probes {
         };
         let answer = balancer.replied(now, call.target, call.hint.is_some(), reply);
         if call.waiter.is_none_or(|waiter| !filter.waits.borrow().contains(waiter)) {
-            // The pick of a request that waits would apply the report within milliseconds.
+            // This is not needed for a waiting request: its pick applies the report within milliseconds.
             balancer.settle(now, &mut *filter.rng.borrow_mut());
         }
         Some((call.waiter?, answer))

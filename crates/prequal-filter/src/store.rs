@@ -29,7 +29,7 @@ impl SharedData for Envoy {
 /// Access to the blobs of one cluster.
 pub(crate) type Blobs = Cas<Envoy>;
 
-/// Returns the access to the blobs of one cluster. Keys contain the versions of all three blobs. A module with another
+/// Returns access to the blobs of one cluster. Keys contain the versions of all three blobs. A module with another
 /// version of one of them therefore uses its own set of three, which are consistent with each other. Keys also contain
 /// the root id, because in Istio all plugins share one namespace. Names are quoted, because they may contain slashes.
 pub(crate) fn blobs_of(root_id: &str, cluster: &str) -> Blobs {

@@ -93,7 +93,7 @@ fn a_request_costs_one_write_one_read_of_headers_and_no_property() {
     stream.end();
     assert_eq!(log(), [""; 0]);
     assert_eq!(outcome("answer"), 3, "counts reach Envoy at the tick");
-    // Requests are far apart: other workers must not have to wait for the next one.
+    // If requests are far apart, the report is written at once: other workers must not wait for the next request.
     pass(5_000);
     let stream = get(5);
     log();

@@ -234,7 +234,7 @@ unsafe extern "C" {
     pub(crate) fn envoy_dynamic_module_callback_http_get_cluster_name(filter: Ptr, name: *mut Buffer)
     -> bool;
 
-    /// Names the host of the request. If `strict` is false and the host may not be used, the policy chooses.
+    /// Names the host of the request. If `strict` is false and the host cannot be used, the policy chooses.
     pub(crate) fn envoy_dynamic_module_callback_http_set_upstream_override_host(
         filter: Ptr,
         host: Buffer,

@@ -1,9 +1,9 @@
 //! The hosts that Envoy's built-in policies would use now, and the share of the requests that each is meant to get.
 //!
-//! A built-in policy first draws a priority, then whether a healthy or a degraded host serves, then a locality, then a
-//! host by weight. Here these steps become one: a host's share is the product of the probabilities of all steps. One
-//! pool therefore serves all priorities and localities in use. Envoy lets a module's policy name only healthy hosts.
-//! The others are for [`crate::detour`].
+//! A built-in policy draws in four steps: a priority, then healthy or degraded hosts, then a locality, then a host by
+//! weight. Here these steps become one: a host's share is the product of the probabilities of all steps. One pool
+//! therefore serves all priorities and localities in use. Envoy lets a module's policy name only healthy hosts. The
+//! others are for [`crate::detour`].
 
 use std::collections::HashMap;
 

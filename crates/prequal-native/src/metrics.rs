@@ -1,4 +1,4 @@
-//! The module's metrics, with the names and labels of the WebAssembly filter's, so that one dashboard fits both.
+//! The module's metrics, with the same names and labels as the WebAssembly filter's, so that one dashboard fits both.
 //!
 //! Threads count in memory ([`Tally`]), without a call to Envoy. The main thread passes the counts on
 //! ([`Metrics::tell`]), because only that thread knows that Envoy's side still exists. The counts of an idle worker

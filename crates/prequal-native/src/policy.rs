@@ -28,7 +28,7 @@ pub(crate) struct PolicyConfig {
 }
 
 impl PolicyConfig {
-    /// Reads the configuration, which has the format of the WebAssembly filter's.
+    /// Reads the configuration, which has the same format as the WebAssembly filter's.
     ///
     /// # Errors
     /// Every problem, each with its field.

@@ -217,7 +217,7 @@ mod tests {
         assert_eq!(panics(&loads(&counts, 49)), [false]);
         assert_eq!(panics(&loads(&of_100([(0, 0)]), 1)), [true]);
         assert_eq!(loads(&of_100([(0, 0)]), 0), [Load { healthy: 100, degraded: 0, panic: false }]);
-        // One healthy host of many rounds to nothing, so that all hosts are used.
+        // One healthy host of many rounds to nothing, so all hosts are used.
         assert_eq!(panics(&loads(&[Counts { total: 1000, healthy: 1, degraded: 0 }], 50)), [true]);
         assert_eq!(loads(&[], 50), []);
         assert_eq!(shares(&loads(&[Counts::default()], 50)), [(100, 0)]);

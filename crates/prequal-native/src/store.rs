@@ -1,7 +1,7 @@
 //! State that the threads of this Envoy share: immutable values behind atomic pointers.
 //!
-//! A pick copies the current value, changes the copy, and swaps the pointer if no other thread has. No thread ever
-//! waits for another. The copy reuses the memory of the value that this thread replaced last, so a pick usually
+//! A pick copies the current value, changes the copy, and swaps the pointer if no other thread has done so. No thread
+//! ever waits for another. The copy reuses the memory of the value that this thread replaced last, so a pick usually
 //! allocates no memory.
 
 use std::any::Any;

@@ -75,7 +75,7 @@ fn each_gets_its_share_from_the_native_module() -> Result<()> {
     assert_shares(EnvoyConfig::native_for_replicas)
 }
 
-/// The replica answers probes with 404, or as it answers everything else.
+/// A replica without an agent answers probes with 404, or as it answers everything else.
 #[test]
 fn an_answer_to_a_probe_shows_that_there_is_no_agent() -> Result<()> {
     bed!();

@@ -1,4 +1,4 @@
-//! The native module (`docs/guide/native.md`) in a real Envoy: what the other themes show of the WebAssembly filter,
+//! The native module (`docs/guide/native.md`) in a real Envoy: what the other themes test for the WebAssembly filter,
 //! and what only the native module does.
 
 use std::path::{Path, PathBuf};

@@ -126,7 +126,7 @@ fn helm_lints_the_chart() -> Result<()> {
     Ok(())
 }
 
-/// A chart is released with everything else, with the same version.
+/// The chart is released with everything else, under the same version.
 #[test]
 fn the_charts_version_is_the_releases() -> Result<()> {
     let read = |file: &str| -> Result<Value> {

@@ -274,7 +274,7 @@ fn a_gateway_retries_elsewhere_what_a_dead_application_did_not_receive() -> Resu
     let mut pods = Pods::start()?;
     let files = documents("istio/client-gateway.yaml")?;
     let mut proxy = Proxy::gateway(&pods.serving, &pods.probing)?;
-    // The route that istiod makes of the VirtualService.
+    // The route that istiod makes from the VirtualService.
     let http = &find(&files, "VirtualService", "replicas")["spec"]["http"][0];
     let route = proxy.listener().routes().find(|route| route["name"] == http["name"]).expect("its route");
     route["route"]["retry_policy"]["retry_on"] = http["retries"]["retryOn"].clone();

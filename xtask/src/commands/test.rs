@@ -17,7 +17,8 @@ use crate::{circles, policy, progress, run};
 
 mod programs;
 
-/// Runs the checks that CI runs: format, lints, documentation, dependencies, circles of files, all tests, simulator.
+/// Runs the checks that CI runs, except those that take long or change the machine: format, lints, documentation,
+/// dependencies, circles of files, tests, simulator. With CI=true or --only it runs the others too.
 ///
 /// Stops at the first failure. A test that fails is run a second time, alone, before it counts as failed. Checks that
 /// were impossible here and tests that were ignored are listed at the end; with --no-skips, and always under CI=true,

@@ -199,7 +199,7 @@ fn all() -> Vec<Point> {
         waves("16 × 4, exp 40, 2/s and 80 %", &[(16, 4, 40.0)], 2.0, 1280.0),
         waves("8 at 40, 8 at 80, 2/s and 80 %", &[(8, 4, 40.0), (8, 4, 80.0)], 2.0, 960.0),
         waves("14 at 50, 2 at 800, 2/s and 500/s", &[(14, 4, 50.0), (2, 4, 800.0)], 2.0, 500.0),
-        // Fleets for which a pool of 128 reports is large enough, but one of 24 is not. They have one client or few.
+        // Fleets for which a pool of 128 reports is large enough, but one of 24 is not. They have one client or a few.
         fleet("90 × 1, exp 140, 70 %", &[(90, 1, 140.0)], Exponential, 450.0),
         fleet("70 × 1, exp 140, 70 %, 2 clients", &[(70, 1, 140.0)], Exponential, 350.0).clients(2),
         fleet("90 × 1, exp 140, 70 %, 4 clients", &[(90, 1, 140.0)], Exponential, 450.0).clients(4),

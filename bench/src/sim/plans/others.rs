@@ -172,7 +172,7 @@ pub(super) fn netflix(length: RunLength) -> Experiment {
         metrics: standard_and(&[SLOW_SHARE]),
         columns: columns(&[("to slow half", OWN, percent)]),
         charts: vec![(OWN, false), (P99, true)],
-        // The share to the slow half differs between seeds by a factor of two, in short runs by more.
+        // The slow half's share differs between seeds by a factor of two, and by more in short runs.
         judge: if length.quick {
             |cells| judge_netflix(cells, 0.002)
         } else {

@@ -137,7 +137,7 @@ fn missing_rights_are_named() {
         std::fs::copy(env!("CARGO_BIN_EXE_plb"), &copy).unwrap();
         let run = || std::process::Command::new(&copy).args(&args).uid(65534).gid(65534).output();
         let mut output = run();
-        // While another test forks, its child holds the copy open for writing until it executes a program.
+        // A child that another test forks holds the copy open for writing until it executes a program.
         while output.as_ref().is_err_and(|error| error.kind() == std::io::ErrorKind::ExecutableFileBusy) {
             std::thread::yield_now();
             output = run();

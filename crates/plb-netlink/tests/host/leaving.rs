@@ -68,7 +68,7 @@ fn labels_that_were_switched_off_are_restored_however_it_ends() {
         run.child.wait().unwrap();
         eventually(way, Duration::from_secs(5), || sock::auto_label(&flows[0]).unwrap()).unwrap();
     }
-    // If the reader of its output has gone away, the run also ends, when it next moves a connection.
+    // The run also ends if the reader of its output has gone away, but only when it next moves a connection.
     let mut run = switched_off(&fabric, &flows[0]);
     run.hang_up();
     let congested = fabric.congest(&[1, 2, 3, 4]).unwrap();

@@ -136,6 +136,6 @@ fn ten_thousand_connections_move_at_once() {
     assert!(took < LIMIT, "{took:?}");
     let ended = run.stop();
     println!("{ended}");
-    // A separate walk for each move would make ten thousand walks.
+    // A separate walk for each move would mean ten thousand walks.
     assert!(ended["process_walks"].as_u64().unwrap() <= 5, "{ended}");
 }

@@ -54,7 +54,8 @@ impl<'a> At<'a> {
         }
     }
 
-    /// Returns the message under `typed_config` (or this message, if it has a type itself), if its type is `kind`.
+    /// Returns the message under `typed_config`, or this message if it has a type itself; `None` unless the type is
+    /// `kind`.
     pub(crate) fn typed(&self, kind: &str) -> Option<Self> {
         let message = self.get("typed_config").unwrap_or_else(|| self.clone());
         let is = |name: &str| name.rsplit(['.', '/']).next() == Some(kind);

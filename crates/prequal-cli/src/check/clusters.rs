@@ -332,7 +332,8 @@ fn addresses(places: Vec<Placed>) -> Vec<Placed> {
     all
 }
 
-/// Describes how two lists differ. Agents may answer probes on a separate port; then every port differs.
+/// Describes how two lists differ. Lists that differ in every port count as equal, because agents may answer probes on
+/// a separate port.
 fn difference(serving: Vec<Placed>, probing: Vec<Placed>) -> Option<String> {
     if serving == probing {
         return None;

@@ -86,8 +86,7 @@ fn check_manager(
     leading: &[&Balanced<'_>],
     findings: &mut Findings,
 ) {
-    // The module reads and removes reports upstream of all these filters, so each of them may be the one that removes
-    // Prequal's headers.
+    // The module reads and removes reports upstream of all these filters, so any of them may remove Prequal's headers.
     filters::check_strip(filters, &format!("{}.http_filters", manager.path), false, findings);
     filters::check_paths(manager, findings);
     let named = Named {

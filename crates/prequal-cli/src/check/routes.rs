@@ -13,7 +13,7 @@ use super::{At, Findings};
 /// Path at which agents answer probes.
 const PROBE: &str = "/prequal/probe";
 
-/// Returns the routes of one connection manager, unless they come by discovery and are not in this configuration.
+/// Returns the routes of one connection manager, unless they come from RDS and are not in this configuration.
 pub(super) fn of<'a>(source: &Source<'a>, manager: &At<'a>) -> Option<At<'a>> {
     manager.get("route_config").or_else(|| {
         let rds = manager.get("rds")?;

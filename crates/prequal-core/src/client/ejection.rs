@@ -686,7 +686,7 @@ impl EjectionTable {
         self.flagged() * 2 > self.members as usize
     }
 
-    /// Whether more than half of the replicas are ejected or have recently failed at least half of their requests. The
+    /// Whether more than half of the replicas would be ejected or have recently failed at least half of their requests. The
     /// second condition matters because replicas that all fail alike are not ejected.
     pub fn most_fail(&self, now: Micros) -> bool {
         // A copy of the table may be out of date, so its old records do not count.
@@ -777,7 +777,7 @@ const MIN_FAILED: f32 = 1.5;
 /// Minimum number of requests over which another replica's share of failures is taken.
 const MIN_TOTAL: f32 = 4.0;
 /// Logarithm of the likelihood ratio above which it is not chance that a replica fails more than the others. Example:
-/// 10 failures of 32 requests, if the others fail a tenth.
+/// 10 failures in 32 requests, if the others fail a tenth.
 const EVIDENCE: f32 = 4.0;
 /// Number of shares that the median distinguishes.
 const SHARES: usize = 65;

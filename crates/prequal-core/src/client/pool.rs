@@ -449,8 +449,8 @@ impl PoolState {
         self.insert(settings, stamp, Entry { uses_left, ..entry });
     }
 
-    /// Returns the RIF of a replica that has just reported `reported`, including those of the pool's own requests that
-    /// the report cannot count. `old` is the replica's entry.
+    /// Returns the RIF of a replica that has just reported `reported`, including the pool's own requests that the
+    /// report cannot count. `old` is the replica's entry.
     fn with_uncounted(
         &self,
         settings: &PoolSettings,
@@ -462,7 +462,7 @@ impl PoolState {
         match (source, settings.budget) {
             (Source::Response, _) => reported.saturating_add(old.sent.uncounted(now)),
             // A probe that was sent with a request may overtake it, and then its reply does not count the request. If
-            // the probe came second, its reply does, so the result never exceeds the pool's own count.
+            // the request came first, the reply does count it, so nothing is added beyond the pool's own count.
             (Source::Probe, Budget::Adaptive { .. }) => {
                 let latest = old.chosen == self.picks && old.sent.is_recent(now);
                 let missed = old.sent.uncounted(now).max(latest.into());
@@ -639,7 +639,7 @@ impl PoolState {
     }
 
     /// Whether the pool holds every replica in use, so that Envoy's own policy could choose no other. The burst guard
-    /// would then only replace a choice by known loads with a random one.
+    /// would then only replace a choice based on known loads with a random one.
     fn is_whole(&self) -> bool {
         self.members > 0 && u32::from(self.entry_count) + u32::from(self.ejected) >= self.members
     }

@@ -76,8 +76,8 @@ pub struct Waiting {
 impl Waiting {
     /// Creates the state of a request that has probed `asked` replicas, where the settings ask for `d`.
     ///
-    /// It needs `d − 1` answers. If fewer than `d` replicas were probed, it needs one answer fewer than it sent probes,
-    /// but at least two, because a comparison needs two (never more than `d − 1` or `asked`).
+    /// It needs `d − 1` answers. If fewer than `d` replicas were probed, it needs one answer fewer than there were
+    /// probes, but at least two, because a comparison needs two (never more than `d − 1` or `asked`).
     pub fn new(d: usize, asked: usize) -> Self {
         let needed = asked.saturating_sub(1).max(2).min(d.saturating_sub(1)).min(asked).max(1);
         let vacant = Answer {
@@ -89,7 +89,7 @@ impl Waiting {
         Self { needed, open: asked, count: 0, homes: [None; HOMES], answers: [vacant; MAX_ASKED] }
     }
 
-    /// As [`Self::new`], for a request that has also probed the `homes` of its hint. With homes, it needs two answers
+    /// Like [`Self::new`], for a request that has also probed the `homes` of its hint. With homes, it needs two answers
     /// even if `d` is 2.
     pub fn for_homes(d: usize, asked: usize, homes: [Option<Target>; HOMES]) -> Self {
         let waiting = Self::new(d, asked);

@@ -53,7 +53,7 @@ const DOUBT: f64 = 0.5;
 const STEADY: f64 = 0.05;
 const MOST_STEADY: f64 = 16.0;
 /// Highest knee at which α may exceed 1. Where service times are constant and a replica has more slots than this, the
-/// fitted knee is slightly too high. That does no harm: clients then take turns up to a higher RIF, which spaces
+/// fitted knee is slightly too high. That does no harm: replicas then take turns up to a higher RIF, which spaces
 /// requests evenly.
 const STEADY_KNEE: u16 = 3;
 /// Mean level of arrivals above which the spread of their levels matters.
@@ -332,7 +332,8 @@ impl Levels {
         Some(Capacity { base_us: base as u32, knee, open: self.beyond.is_open(self.latest) })
     }
 
-    /// Returns α, the weight of the second likelihood, according to the level up to the knee whose latencies vary least.
+    /// Returns α, the weight of the second likelihood. Of the levels up to the knee, the one whose latencies vary least
+    /// determines it.
     fn steadiness(&self, weight: f64) -> f64 {
         let Some(fit) = self.fit.filter(|fit| fit.knee <= STEADY_KNEE) else { return 1.0 };
         // Levels with at least one full observation.

@@ -1,8 +1,8 @@
 //! Load, failures and age as a replica measures them itself, and the report made from them.
 //!
-//! The embedder counts the requests: the agent counts all of them, a worker of an Envoy its own. If there are several
-//! workers, each records the results of the others' requests ([`Replica::record`]) and is given the number of all
-//! requests in flight ([`Replica::report_at`]).
+//! The embedder counts the requests: the agent counts all of them, and a worker of an Envoy counts its own. If there
+//! are several workers, each records the results of the others' requests ([`Replica::record`]) and is given the number
+//! of all requests in flight ([`Replica::report_at`]).
 
 use std::sync::Arc;
 

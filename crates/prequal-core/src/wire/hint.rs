@@ -5,9 +5,9 @@
 //! It is not a secret. Two values with the same hash share their cache affinity, but nothing else.
 //!
 //! A hint also ranks the replicas (rendezvous hashing), and the first [`HOMES`] of them are the hint's *homes*. Every
-//! proxy with the same membership finds the same order, and a replica that joins or leaves changes the homes only of
-//! hints that it is a home of. A request with a hint sends up to `d` probes: at most `d` − 1 to homes of the hint, and
-//! the others to other replicas ([`crate::client::Balancer::ask`]).
+//! proxy with the same membership finds the same order, and when a replica joins or leaves, homes change only for
+//! the hints that it is a home of. A request with a hint sends up to `d` probes: at most `d` − 1 to homes of the hint,
+//! and the others to other replicas ([`crate::client::Balancer::ask`]).
 
 use std::fmt;
 

@@ -137,8 +137,8 @@ impl Served {
         });
     }
 
-    /// Returns the report for a response. `leaving` is the request that this response ends, which the report does not
-    /// count; `None` if the request may stay in flight, as a stream does.
+    /// Returns the report for a response. `leaving` is the request that this response ends; the report does not count
+    /// it. `leaving` is `None` if the request may stay in flight, as a stream does.
     pub(super) fn report(&self, vm: &impl SlotView, now: Micros, leaving: Option<Visit>) -> LoadReport {
         let read = self.read.get();
         if now < read || now.saturating_since(read) > STALE_US {
@@ -264,7 +264,7 @@ impl Served {
             let changed = change(log, &mut seen);
             (seen, begun || changed)
         });
-        // An event that was appended must not be read again. An event that was lost in conflicts was not appended.
+        // An appended event must not be read again. If the write was lost in conflicts, the event was not appended.
         if written {
             self.seen.set(seen);
         }

@@ -125,7 +125,7 @@ impl ForwardError {
     }
 }
 
-/// Returns whether the request body failed, rather than the sending.
+/// Returns whether the error comes from the request body, and not from sending it.
 pub(super) fn is_of_body(error: &hyper::Error) -> bool {
     error.is_user() && error.source().is_some_and(|source| source.is::<UploadError>())
 }

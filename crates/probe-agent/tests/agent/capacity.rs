@@ -149,8 +149,8 @@ async fn an_abort_counts_neither_as_departure_nor_as_latency() {
     agent.at_rest([10, 0, 40, 0]).await;
     let after = reports(&agent).await;
     assert_eq!(after[0].latency_us, before[0].latency_us);
-    // The time of the aborted requests counts, but no request was served in it. If the aborts counted as departures,
-    // the base latency would be 16 ms.
+    // The time of the aborted requests counts, but no request was served during that time. If the aborts counted as
+    // departures, the base latency would be 16 ms.
     let base_us = after[0].capacity.unwrap().base_us;
     assert!((35_000..=200_000).contains(&base_us), "{after:?}");
 }

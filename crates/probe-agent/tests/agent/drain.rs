@@ -137,7 +137,7 @@ async fn an_embedded_agent_leaves_nothing_after_its_drain() {
     assert!(within(over1).await.unwrap().is_err() && within(over2).await.unwrap().is_err());
 }
 
-/// On a single thread, nothing is accepted before the test waits for something.
+/// The test and the agent share a single thread, so the agent accepts nothing until the test waits.
 #[tokio::test]
 async fn connections_in_the_backlog_are_served_after_sigterm() {
     let addr = backend(|_| async { text("hello") }).await;

@@ -244,8 +244,8 @@ async fn silent(addr: SocketAddr) -> (Sender<Bytes>, JoinHandle<Response<Incomin
     (sender, tokio::spawn(async move { client.send_request(posted(body)).await.unwrap() }))
 }
 
-/// Returns the status of a call that is always refused and leaves nothing behind: there is no room, or the request is
-/// not valid.
+/// Returns the status of a call with an invalid request. The call is refused even if there is room, so it keeps no
+/// place.
 async fn refusal(addr: SocketAddr) -> HeaderValue {
     call(addr, vec![]).await.headers()["grpc-status"].clone()
 }
@@ -323,7 +323,7 @@ async fn a_client_that_does_not_read_gets_no_more_than_its_window() {
         bytes += within(stalled.frame()).await.unwrap().unwrap().into_data().unwrap().len();
     }
     drop(read);
-    // If a client stops reading again, a drain waits only until its own limit.
+    // The client no longer reads. A drain waits for it only until the drain's own limit.
     assert_eq!(within(agent.stop()).await, 0, "a stream is no request");
 }
 

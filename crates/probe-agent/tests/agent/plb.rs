@@ -1,4 +1,5 @@
-//! `--plb` on the real sockets of a running agent, in a namespace with the opposite defaults.
+//! `--plb` on the real sockets of a running agent, in a network namespace whose defaults are the opposite of what
+//! `--plb` sets.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{Ipv6Addr, TcpListener, TcpStream};

@@ -68,7 +68,8 @@ const CASES: [Case; 11] = [
     Case { fault: "sinkhole", replica: 4, seconds_lost: 1.0, in_flight: 0, shows: Shows::BaselineFails },
     // Lost: requests in flight at the onset, plus those sent before the first request looked overdue.
     Case { fault: "hang", replica: 5, seconds_lost: 0.25, in_flight: 4, shows: Shows::BaselineFails },
-    // Docker takes about a second to restart the service; a replica that only fails is recognised at its first report.
+    // Docker takes about a second to restart the service. A replica at which everything fails is detected at its first
+    // report.
     Case {
         fault: "crash",
         replica: 6,

@@ -12,8 +12,8 @@ use super::oci::{Entry, entries_of};
 
 /// Digests of the images that a release's tags name: `sha256:` and 64 hexadecimal digits.
 pub(super) struct Digests<'a> {
-    /// Digest of the module's image. Istio compares it with `sha256` if the URL names an image; the checksum of the
-    /// module itself is only for the URL of a file.
+    /// Digest of the module's image. Istio compares it with the field `sha256` if the URL names an image. If the URL
+    /// names a file, that field holds the checksum of the module itself.
     pub(super) module: &'a str,
     /// Digest of the native module's image, for every architecture.
     pub(super) native: &'a str,
@@ -77,7 +77,8 @@ pub(super) fn chart(folder: &Path, version: &str, digests: &Digests<'_>) -> Resu
     Ok(files)
 }
 
-/// Recognises an image by the block that contains it. Other images are the user's.
+/// The chart's values with the images named by digest. An image is recognised by the block that contains it. Other
+/// images are the user's.
 fn values(text: &str, version: &str, digests: &Digests<'_>) -> Result<String> {
     let image = format!("image: {{repository: \"\", tag: {version}, digest: \"\"}}");
     let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();

@@ -21,7 +21,7 @@ const ATTEMPTS: usize = 400_000;
 const ROUNDS: usize = 5;
 /// Goal for the cost of an attempt with the most hosts, relative to the cost with as many hosts as fit into the pool.
 const FLAT: f64 = 1.25;
-/// Number of updates of a cluster that has at most ten hosts at a time, taken from ten thousand.
+/// Number of updates of a cluster with at most ten hosts at a time. The hosts are taken from ten thousand.
 const UPDATES: usize = 1_000_000;
 const FEW: usize = 10;
 /// Number of updates of a cluster of at most ten thousand hosts.

@@ -1,4 +1,4 @@
-//! Tests of the rules one by one on an injected clock, and of conditions that must hold for any input.
+//! Tests of each rule on an injected clock, and of conditions that must hold for any input.
 
 use super::flights::{Flights, Landed};
 use super::*;

@@ -8,9 +8,9 @@ use crate::shared::time::Micros;
 /// Maximum number of waiting notes: about as many as there are samples between two ticks at the highest sampling rate.
 const MAX_NOTES: usize = 256;
 /// Notes are shared once their number reaches the number of members divided by this. In a small fleet, notes are
-/// therefore shared at once. Sharing takes time in proportion to the number of members, so a note takes as much time
-/// in a fleet of any size as sharing takes for this many members. Each worker holds back notes for at most about a
-/// quarter of a round.
+/// therefore shared at once. Sharing takes time in proportion to the number of members. So up to four times
+/// [`MAX_NOTES`] members, each note costs as much time as sharing a membership of this many members, whatever the size
+/// of the fleet. Each worker holds back notes for at most about a quarter of a round.
 const PART: usize = 4;
 
 /// A worker's observation about the membership.
@@ -358,8 +358,8 @@ mod tests {
                 host.tick(&mut view, ms(0));
             }
         }
-        // The newcomer joins long after the fleet was learned, at 500 requests a second. The policy takes turns and has
-        // just passed the newcomer's place.
+        // The newcomer joins long after the fleet was learned, at 500 requests a second. The policy is round robin and
+        // has just passed the newcomer's place.
         let (began, mut turn) = (60_000, 0);
         pool.set_members(view.members().count(), view.members().samples(), ms(0));
         let found = (began..began + 20_000).step_by(2).find(|at| {

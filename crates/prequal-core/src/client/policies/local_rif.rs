@@ -10,7 +10,7 @@ impl LocalRif {
         Self(vec![0; replicas.max(1)])
     }
 
-    /// Creates the counts of no replica.
+    /// Creates counts without any replica.
     pub fn empty() -> Self {
         Self(Vec::new())
     }

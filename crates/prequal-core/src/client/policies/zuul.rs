@@ -88,7 +88,7 @@ impl Zuul {
 
     fn viable(&self, replica: usize, now: Micros) -> bool {
         let (errors, utilisation, _) = self.factors(replica, now);
-        // On probation, a replica gets one request in flight, until one has ended without a failure.
+        // On probation, that is, until a request has ended without a failure, a replica gets one request at a time.
         let probation = self.stats.get(replica).is_none_or(|stats| !stats.answered);
         errors <= MAX_ERRORS
             && utilisation <= MAX_UTILISATION

@@ -278,8 +278,8 @@ impl Trials {
 /// cost, the others by requests in flight, then by the age of the report, then by turn. A replica below its knee serves
 /// every request at once, so its RIF is not a criterion of its own: the age of the report and then the turn decide, and
 /// the turn weighs the RIF against the time since the replica was last chosen ([`TURN`]). Taking turns spaces requests
-/// evenly. Where all requests take the same time, this keeps queues short, as in round robin. The exception for
-/// replicas below their knee does not apply while most replicas are congested, or where weights differ.
+/// evenly. Where all requests take the same time, this keeps queues short, as in round robin. While most replicas
+/// are congested, or where weights differ, RIF is a criterion below the knee too.
 ///
 /// The parts are packed into one number, because every pick compares the ranks of all entries. From the highest bit
 /// down: one bit for the first, 31 for the second, 32 for the others.

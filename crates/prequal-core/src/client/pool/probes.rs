@@ -205,7 +205,8 @@ const MOST_BURSTS: f32 = 15.0;
 const SAVED: f32 = 32.0;
 /// Maximum number of discovery probes with one request.
 const BURST: f32 = 8.0;
-/// Number of unanswered probes below which silence may be chance. So may a silence shorter than [`PATIENCE_MS`].
+/// Number of unanswered probes below which silence may be chance. A silence shorter than [`PATIENCE_MS`] may be chance
+/// too.
 const PATIENCE: u32 = 16;
 const PATIENCE_MS: u32 = 1000;
 /// Maximum delay of a late worker, milliseconds; a longer one means that the clock has stepped.

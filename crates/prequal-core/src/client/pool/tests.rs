@@ -1,4 +1,4 @@
-//! Tests of the pool's rules one by one on an injected clock, and of its invariants under random operations.
+//! Tests of each of the pool's rules on an injected clock, and of its invariants under random operations.
 
 use super::*;
 use crate::config::Profile;
@@ -56,7 +56,8 @@ impl Scene {
 }
 
 impl Scene {
-    /// Reports ten replicas that started `up_s` seconds ago, and counts how many of 10 000 picks go to the first.
+    /// Records reports of ten replicas that started `up_s` seconds ago, and counts how many of 10 000 picks go to the
+    /// first.
     fn share_of_the_first(&mut self, up_s: [Option<u32>; 10]) -> usize {
         (0..10_000u64)
             .filter(|at| {
@@ -191,7 +192,7 @@ fn a_report_on_a_response_does_not_count_requests_that_are_on_their_way() {
 }
 
 /// RIF of a replica with two requests in flight after a probe's reply that reports `reported`. Its latest request was
-/// sent `sent_ms` before, and another replica's request follows it if `another`.
+/// sent `sent_ms` before. If `another`, a request to another replica followed.
 fn rif_after_a_probe(settings: PoolSettings, sent_ms: u64, reported: u32, another: bool) -> u32 {
     let mut scene = Scene::new(settings);
     scene.capable(0, 1, 1, 20, 4);

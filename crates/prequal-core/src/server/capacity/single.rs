@@ -1,11 +1,11 @@
 //! Detects that a replica serves one request at a time.
 //!
-//! The fit knows how many requests are in flight, but not which of them are served. Clients that take turns send a
-//! replica its second request when the first one is nearly done. The second one then hardly waits, so the fit concludes
-//! that two requests are served as fast as one. The time between departures shows the difference. If requests are
-//! served one by one, a request that arrived behind another one begins when that one leaves. From then on it takes as
-//! long as a request that arrives alone. If two are served at once, the second one leaves sooner. The gain is small
-//! only if it begins just before the first one leaves; then it does not matter how many are served at once.
+//! The fit knows how many requests are in flight, but not which of them are served. Clients that choose replicas in
+//! turn send a replica its second request when the first one is nearly done. The second one then hardly waits, so the
+//! fit concludes that two requests are served as fast as one. The time between departures shows the difference. If
+//! requests are served one by one, a request that arrived behind another one begins when that one leaves. From then on
+//! it takes as long as a request that arrives alone. If two are served at once, the second one leaves sooner. The gain
+//! is small only if it begins just before the first one leaves; then it does not matter how many are served at once.
 //!
 //! This module says only whether the knee is 1; the fit finds every other knee. A single core that requests share is not
 //! recognised here, because a request on such a core begins at once.
@@ -39,7 +39,7 @@ impl OneByOne {
 
     /// Records the good response to a request that arrived while others were in flight, and that has just left.
     pub(super) fn answered(&mut self, now: Micros, weight: f64, latency_us: u32) {
-        // A request that waited for its client until its end left earlier.
+        // A request that was still waiting for its client when it ended had left the server earlier.
         if let (Some(before), Some(last)) = self.departures
             && last == now
         {

@@ -98,7 +98,7 @@ fn few_slots_with_constant_service_times_have_their_knee_at_their_number() {
     }
 }
 
-/// A client that takes turns sends the second request when the first one is nearly done.
+/// A client that chooses replicas in turn sends the second request when the first one is nearly done.
 #[test]
 fn a_second_request_that_hardly_waits_does_not_look_like_a_second_slot() {
     for (slots, after_ms, knee) in [(1, 19, 1), (1, 10, 1), (2, 10, 2), (2, 15, 2)] {
@@ -115,8 +115,8 @@ fn a_second_request_that_hardly_waits_does_not_look_like_a_second_slot() {
     }
 }
 
-/// Knees that a replica reports after each of its answers. Its clients always keep as many requests in flight as
-/// `in_flight` allows; the number changes with every 20th request.
+/// Knees that a replica reports after each of its answers. The number of requests that its clients keep in flight is in
+/// the range `in_flight`, and changes with every 20th request.
 fn knees(slots: u16, service_ms: f64, in_flight: std::ops::RangeInclusive<usize>) -> Vec<u16> {
     let (mut service, mut knees) = (exponential(service_ms), Vec::new());
     for seed in 0..10 {

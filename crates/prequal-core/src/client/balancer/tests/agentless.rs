@@ -137,13 +137,15 @@ fn unanswered_probes_leave_ever_fewer_requests_to_the_proxy() {
     assert_eq!(unsteered(&mut balancer, 300_000, &mut rng), 0, "no probe has failed since");
 }
 
-/// Whether an unanswered probe of replica `n`, or of any, leaves one of the next requests to the proxy's own policy.
+/// Whether an unanswered probe leaves one of the next requests to the proxy's own policy. `n` is the replica that was
+/// probed; `None` for a probe without an address.
 fn explores(balancer: &mut Balancer<Memory, Counts>, at: u64, n: Option<u16>, rng: &mut SmallRng) -> bool {
     balancer.replied(ms(at), n.map(target), false, Err(ProbeEnd::Timeout));
     unsteered(balancer, at, rng) > 0
 }
 
-/// A balancer with a replica that has left a request unanswered for 5 s, until 5005 ms, and that replica.
+/// Returns a balancer with a replica that has left a request unanswered for 5 s, until 5005 ms, and the replica's
+/// number.
 fn silent(end: Class, rng: &mut SmallRng) -> (Balancer<Memory, Counts>, u16) {
     let mut balancer = mixed(4, 0);
     let mut held = balancer.begin(ms(5), &[], true, rng);
