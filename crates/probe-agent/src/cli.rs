@@ -104,8 +104,8 @@ pub struct Cli {
     orca_streams: u32,
 
     /// Make ORCA utilisation relative to this number of concurrent requests, 1 to 1000000, while the knee (how many the
-    /// backend serves at once) is unknown, and to the larger of this number and the estimated knee while the knee may be
-    /// higher; default: always the estimate
+    /// backend serves at once) is unknown. While the knee may be higher than estimated, the larger of the two counts.
+    /// Default: always the estimate
     #[arg(long, value_name = "N", env = "PROBE_AGENT_ORCA_LIMIT", value_parser = requests)]
     orca_limit: Option<NonZeroU32>,
 

@@ -314,7 +314,7 @@ pub const KEYS: &[Key] = &[
         .with_probes()
         .means(
             "use the reports on responses as well as those of probes. Then a request does not probe the replica that it goes \
-             to, and 15 of 16 random selections of replicas to probe skip those that reported less than a tenth of \
+             to. When replicas to probe are drawn at random, 15 of 16 draws skip those that reported less than a tenth of \
              `max_age_ms` ago",
         ),
     advanced("burst_guard", "", Bool)
