@@ -460,7 +460,12 @@ impl PoolState {
         now: Micros,
     ) -> u16 {
         match (source, settings.budget) {
-            (Source::Response, _) => reported.saturating_add(old.sent.uncounted(now)),
+            // The pool's count already includes all of them. So on a network with a short round trip, a request that
+            // the report does count is not added to it.
+            (Source::Response, _) => {
+                let left = old.rif.saturating_sub(1);
+                reported.saturating_add(old.sent.uncounted(now)).min(left.max(reported))
+            }
             // A probe that was sent with a request may overtake it, and then its reply does not count the request. If
             // the request came first, the reply does count it, so nothing is added beyond the pool's own count.
             (Source::Probe, Budget::Adaptive { .. }) => {

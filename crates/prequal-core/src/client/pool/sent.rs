@@ -6,14 +6,14 @@
 //!
 //! The reply to a probe that overtook a request does not count that request either.
 //!
-//! This module says how many of the pool's own requests a report has missed. It assumes the same round-trip time for
-//! all replicas, and does not know the requests of other Envoys.
+//! This module says how many of the pool's own requests a report may have missed. It assumes the same round-trip time
+//! for all replicas, and does not know the requests of other Envoys.
 
 use crate::shared::time::Micros;
 
-/// Age below which a request is not counted by a report that has just arrived, in units of [`SLOT_US`]: a round trip
-/// inside a zone, 600 microseconds. If round trips are longer, some requests are overlooked; if they are shorter, some
-/// count twice until the next report.
+/// Age below which a report that has just arrived may not count a request, in units of [`SLOT_US`]: a round trip inside
+/// a zone, 600 microseconds. If round trips are longer, some requests are overlooked. If they are shorter, the pool's
+/// own count keeps a request from being counted twice.
 const ROUND_TRIP: u32 = 3;
 /// Age below which the latest request may still be on its way, in units of [`SLOT_US`]: 20 ms.
 const LONGEST_TRIP: i32 = 100;
@@ -57,7 +57,7 @@ impl Sent {
         self.counts.iter().any(|count| *count > 0) && (-STEP..LONGEST_TRIP).contains(&age)
     }
 
-    /// Number of requests that a report received at `at` does not count.
+    /// Number of requests that a report received at `at` may not count.
     pub(super) fn uncounted(&self, at: Micros) -> u16 {
         if self.slot.wrapping_sub(slot(at)) as i32 > STEP {
             return 0;

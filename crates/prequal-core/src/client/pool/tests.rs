@@ -175,20 +175,27 @@ fn the_blob_is_small() {
 
 #[test]
 fn a_report_on_a_response_does_not_count_requests_that_are_on_their_way() {
-    let rif_after = |source, after_us: u64| {
+    // The RIF that the pool knows before a request is sent, and the one after reports have arrived.
+    let rif_after = |source, before: u32, after_us: u64, reported: &[u32]| {
         let mut scene = Scene::new(plain());
-        (0..2).for_each(|n| scene.report(0, n, 0, Some(20)));
+        (0..2).for_each(|n| scene.report(0, n, before, Some(20)));
         let chosen = scene.pick_predicted(10).replica.expect("a pool");
-        let load = Load { source, ..Load::at_face_value(3, Some(20_000)) };
         let at = Micros(ms(10).0 + after_us);
         let Scene { settings, pool, rng } = &mut scene;
-        // Twice, as in a burst: the second report has missed the request, too.
-        (0..2).for_each(|_| pool.record(settings, at, chosen, load, placement(0, 1.0), rng));
+        for rif in reported {
+            let load = Load { source, ..Load::at_face_value(*rif, Some(20_000)) };
+            pool.record(settings, at, chosen, load, placement(0, 1.0), rng);
+        }
         pool.candidates(at).find(|entry| entry.endpoint == chosen).map(|entry| entry.rif)
     };
-    assert_eq!(rif_after(Source::Response, 300), Some(4));
-    assert_eq!(rif_after(Source::Response, 1000), Some(3));
-    assert_eq!(rif_after(Source::Probe, 300), Some(3), "as in the paper");
+    let response =
+        |before, after_us, reported: &[u32]| rif_after(Source::Response, before, after_us, reported);
+    assert_eq!(response(4, 300, &[3]), Some(4));
+    assert_eq!(response(4, 300, &[3, 2]), Some(3), "in a burst, both reports have missed the request");
+    assert_eq!(response(4, 1000, &[3]), Some(3), "the request must have arrived by then");
+    assert_eq!(response(3, 300, &[3]), Some(3), "the round trip is short: the report counts the request");
+    assert_eq!(response(0, 300, &[3]), Some(3), "other proxies' requests: the report may count the request");
+    assert_eq!(rif_after(Source::Probe, 4, 300, &[3]), Some(3), "as in the paper");
 }
 
 /// RIF of a replica with two requests in flight after a probe's reply that reports `reported`. Its latest request was
