@@ -23,6 +23,8 @@ use crate::host::Headers;
 /// Maximum number of probes in flight per worker. Beyond this, the probe cluster is not answering and more probes
 /// would not help.
 const MAX_IN_FLIGHT: usize = 1024;
+/// Longest deadline of a waiting request, milliseconds, at which its replies may wait for its pick.
+const SHORT_WAIT_MS: u32 = 50;
 
 /// The probes of one root.
 #[derive(Default)]
@@ -97,7 +99,9 @@ impl Probes {
             Reply::read(&Headers::of(MapType::HttpCallResponseHeaders), verified)
         };
         let answer = balancer.replied(now, call.target, call.hint.is_some(), reply);
-        if call.waiter.is_none_or(|waiter| !filter.waits.borrow().contains(waiter)) {
+        let waits = |waiter| filter.waits.borrow().contains(waiter);
+        let soon = balancer.config().choice.sync.deadline_ms <= SHORT_WAIT_MS;
+        if !(soon && call.waiter.is_some_and(waits)) {
             // This is not needed for a waiting request: its pick applies the report within milliseconds.
             balancer.settle(now, &mut *filter.rng.borrow_mut());
         }

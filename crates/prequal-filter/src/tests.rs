@@ -77,7 +77,7 @@ fn a_request_costs_one_write_one_read_of_headers_and_no_property() {
     }
     calls();
     // A request for which a probe is due costs more.
-    let stream = (10..).find_map(|id| {
+    let stream = (10..100).find_map(|id| {
         log();
         let stream = get(id);
         if calls().is_empty() {
@@ -331,8 +331,11 @@ fn a_request_waits_for_its_probes_and_resumes_once() {
     let placing = said[placing..].iter().filter(|said| order.contains(&said.as_str()));
     assert!(placing.eq(order), "{said:?}");
     assert_eq!(dest(&stream).as_deref(), sent[1].header(HEADER_DEST));
+    pass(5_000);
     sent[2].answer(0, 1);
-    assert!(!log().iter().any(|call| call.starts_with("resume")), "already resumed");
+    let said = log();
+    assert!(!said.iter().any(|call| call.starts_with("resume")), "already resumed");
+    assert!(said.contains(&"write pool".into()), "no request waits for this reply any longer");
     answer(&stream);
     stream.end();
     assert_eq!((outcome("answer"), metric("prequal_sync_waits_total.cluster=service.end=enough")), (1, 1));

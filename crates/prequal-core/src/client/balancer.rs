@@ -312,7 +312,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
     }
 
     /// Applies the pending updates, unless this worker's next pick is likely to do so within a millisecond. Call it after
-    /// [`Self::response`] and [`Self::replied`], and after [`Self::ended`] if the time costs nothing to read.
+    /// [`Self::response`] and [`Self::replied`], and after [`Self::ended`] if the time costs nothing to read. It is not
+    /// needed after the reply to a request that waits for its probes and will soon be placed.
     ///
     /// Other workers choose from the same pool. Without this, the replica whose response this worker has received would
     /// look busy to them until this worker's next pick: 5 ms on average at 200 requests a second. If many workers share

@@ -460,8 +460,8 @@ impl PoolState {
         now: Micros,
     ) -> u16 {
         match (source, settings.budget) {
-            // The pool's count already includes all of them. So on a network with a short round trip, a request that
-            // the report does count is not added to it.
+            // The pool's own count usually includes all of them. So on a network with a short round trip, a request
+            // that the report does count is not added to it.
             (Source::Response, _) => {
                 let left = old.rif.saturating_sub(1);
                 reported.saturating_add(old.sent.uncounted(now)).min(left.max(reported))
