@@ -101,8 +101,8 @@ impl Probes {
         let answer = balancer.replied(now, call.target, call.hint.is_some(), reply);
         let waits = |waiter| filter.waits.borrow().contains(waiter);
         let soon = balancer.config().choice.sync.deadline_ms <= SHORT_WAIT_MS;
+        // The pick of a request that waits for the reply would apply the report soon.
         if !(soon && call.waiter.is_some_and(waits)) {
-            // This is not needed for a waiting request: its pick applies the report within milliseconds.
             balancer.settle(now, &mut *filter.rng.borrow_mut());
         }
         Some((call.waiter?, answer))

@@ -342,6 +342,20 @@ fn a_request_waits_for_its_probes_and_resumes_once() {
 }
 
 #[test]
+fn the_replies_of_a_long_wait_are_written_at_once() {
+    start_with(r#","mode":"sync","sync_d":3,"sync_deadline_ms":500"#);
+    let (stream, action) = Stream::begin(7, &[(":path", "/")]);
+    assert!(action == Action::Pause);
+    let sent = calls();
+    log();
+    sent[0].answer(5, 90_000);
+    let said = log();
+    assert!(!said.iter().any(|call| call.starts_with("resume")), "{said:?}");
+    assert!(said.contains(&"write pool".into()), "{said:?}");
+    stream.end();
+}
+
+#[test]
 fn other_workers_learn_of_a_reply_at_once() {
     start_with(r#","budget":"fixed","r_probe":3"#);
     warm();

@@ -13,7 +13,7 @@ use crate::shared::time::Micros;
 
 /// Age below which a report that has just arrived may not count a request, in units of [`SLOT_US`]: a round trip inside
 /// a zone, 600 microseconds. If round trips are longer, some requests are overlooked. If they are shorter, the pool's
-/// own count keeps a request from being counted twice.
+/// own count usually keeps a request from being counted twice.
 const ROUND_TRIP: u32 = 3;
 /// Age below which the latest request may still be on its way, in units of [`SLOT_US`]: 20 ms.
 const LONGEST_TRIP: i32 = 100;
