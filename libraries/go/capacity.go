@@ -73,9 +73,14 @@ type levels struct {
 // moved credits the time since the last update to the current level, and then changes the level to after.
 func (l *levels) moved(now uint64, after uint32) {
 	weight := l.weight(now)
-	if elapsed := l.elapsed(now) * weight; elapsed > 0 {
+	if elapsed := l.elapsed(now); elapsed > 0 {
+		level := l.level
+		if l.known {
+			level = min(level, l.fit.knee)
+		}
+		l.run.worked += elapsed * float64(level)
 		if r := l.row(l.level); r != nil {
-			r.time += elapsed
+			r.time += elapsed * weight
 		}
 	}
 	if after < l.level {

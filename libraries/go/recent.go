@@ -8,6 +8,7 @@ import "math"
 const (
 	certain        = 12
 	shortest       = 10
+	rarely         = 1e-3
 	fastShareLow   = 0.3
 	fastShareHigh  = 0.99
 	remembered     = 32
@@ -22,6 +23,9 @@ type fastRun struct {
 	// When the first request of the run arrived.
 	since         uint64
 	answers, took float64
+	// Time that requests have spent at the server since the first response of the run, microseconds. Of the requests
+	// in flight at a time, only as many count as the knee allows.
+	worked float64
 }
 
 // answered records a response, and returns whether the run is too long to be due to chance.
@@ -40,12 +44,23 @@ func (f *fastRun) answered(now uint64, fit capacity, arrivedAs, latencyUs uint32
 		return false
 	}
 	if f.answers == 0 {
-		f.since, f.took = arrived, 0
+		f.since, f.took, f.worked = arrived, 0, 0
 	}
 	f.answers++
 	f.took += float64(latencyUs)
 	usual := min(max(f.usual, fastShareLow), fastShareHigh)
-	return f.answers >= shortest && f.answers*-math.Log(usual) > certain
+	return f.answers >= shortest && f.answers*-math.Log(usual) > certain &&
+		f.surprise(usual*f.worked/float64(fit.baseUs)) > certain
+}
+
+// surprise returns the lowest x for which e^-x bounds the probability of this many fast responses where expected are
+// expected (Chernoff's bound for a Poisson distribution).
+func (f *fastRun) surprise(expected float64) float64 {
+	times := f.answers / max(expected, rarely)
+	if times <= 1 {
+		return 0
+	}
+	return f.answers*(math.Log(times)-1) + expected
 }
 
 func (f *fastRun) take() (answers, took float64) {

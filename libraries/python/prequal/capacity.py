@@ -89,9 +89,10 @@ class Levels:
     def moved(self, now: int, after: int) -> None:
         """Credits the time since the last update to the current level, and then changes the level to `after`."""
         weight = self._weight(now)
-        elapsed = self._elapsed(now) * weight
+        elapsed = self._elapsed(now)
         if elapsed > 0.0 and self.level > 0:
-            self._row(self.level).time += elapsed
+            self._run.worked(elapsed * (self.level if self._fit is None else min(self.level, self._fit.knee)))
+            self._row(self.level).time += elapsed * weight
         if after < self.level:
             self._single.left(now)
         self.level, self._since = after, now

@@ -7,6 +7,7 @@ from typing import Protocol
 
 CERTAIN = 12.0
 SHORTEST = 10.0
+RARELY = 1e-3
 FAST_SHARE = (0.3, 0.99)
 REMEMBERED = 32.0
 SELDOM_HINDERED = 0.35
@@ -33,6 +34,13 @@ class FastRun:
         self._since = 0
         self._answers = 0.0
         self._took = 0.0
+        #: Time that requests have spent at the server since the first response of the run, microseconds. Of the
+        #: requests in flight at a time, only as many count as the knee allows.
+        self._worked = 0.0
+
+    def worked(self, us: float) -> None:
+        """Records the time that requests have spent at the server."""
+        self._worked += us
 
     def answered(self, now: int, fit: Fit, arrived_as: int, latency_us: int) -> bool:
         """Records a response. Returns whether the run is too long to be due to chance."""
@@ -47,11 +55,21 @@ class FastRun:
                 self._answers = 0.0
             return False
         if self._answers == 0.0:
-            self._since, self._took = arrived, 0.0
+            self._since, self._took, self._worked = arrived, 0.0, 0.0
         self._answers += 1.0
         self._took += latency_us
         usual = min(max(self._usual, FAST_SHARE[0]), FAST_SHARE[1])
-        return self._answers >= SHORTEST and self._answers * -math.log(usual) > CERTAIN
+        return (
+            self._answers >= SHORTEST
+            and self._answers * -math.log(usual) > CERTAIN
+            and self._surprise(usual * self._worked / fit.base_us) > CERTAIN
+        )
+
+    def _surprise(self, expected: float) -> float:
+        """Returns the lowest x for which e^-x bounds the probability of this many fast responses where `expected` are
+        expected (Chernoff's bound for a Poisson distribution)."""
+        times = self._answers / max(expected, RARELY)
+        return self._answers * (math.log(times) - 1.0) + expected if times > 1.0 else 0.0
 
     def take(self) -> tuple[float, float]:
         """Returns the number of responses in the run and the time they took, and begins the next run."""

@@ -162,9 +162,12 @@ impl Levels {
     /// the one at the last update to `before`.
     pub fn moved(&mut self, now: Micros, before: u32, after: u32) {
         let weight = self.weight(now);
-        let elapsed = self.elapsed(now) * weight;
+        let elapsed = self.elapsed(now);
         if elapsed > 0.0 {
             let (low, high) = (self.level.min(before), self.level.max(before));
+            let level = f64::midpoint(low.into(), high.into());
+            self.run.worked(elapsed * self.fit.map_or(level, |fit| level.min(fit.knee.into())));
+            let elapsed = elapsed * weight;
             let share = elapsed / f64::from(high - low + 1);
             // The levels from `MAX_KNEE` upwards share one row.
             let most = u32::from(MAX_KNEE);

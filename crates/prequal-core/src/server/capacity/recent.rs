@@ -12,6 +12,10 @@ use crate::shared::time::Micros;
 /// run of fast responses is too long to be due to chance once its probability is below e^−[`CERTAIN`]. Requests that
 /// arrive beyond the knee do not count. If they did, in a fleet without spare capacity, the estimate would be reset in
 /// each short lull, which would attract the next burst.
+///
+/// Of many requests in flight, the fast ones are the first to answer. So a run without a slow response proves little in
+/// its first moments. The run must also contain more fast responses than are probable, given the fit, in the time that
+/// requests have spent at the server since it began.
 #[derive(Debug)]
 pub(super) struct FastRun {
     /// Moving average of the share of fast responses.
@@ -20,15 +24,23 @@ pub(super) struct FastRun {
     since: Micros,
     answers: f64,
     took_us: f64,
+    /// Time that requests have spent at the server since the first response of the run, microseconds. Of the requests
+    /// in flight at a time, only as many count as the knee allows.
+    worked_us: f64,
 }
 
 impl Default for FastRun {
     fn default() -> Self {
-        Self { usual: FAST_SHARE.0, since: Micros(0), answers: 0.0, took_us: 0.0 }
+        Self { usual: FAST_SHARE.0, since: Micros(0), answers: 0.0, took_us: 0.0, worked_us: 0.0 }
     }
 }
 
 impl FastRun {
+    /// Records the time that requests have spent at the server.
+    pub(super) fn worked(&mut self, us: f64) {
+        self.worked_us += us;
+    }
+
     /// Records a response. Returns whether the run is too long to be due to chance.
     pub(super) fn answered(&mut self, now: Micros, fit: Capacity, arrived_as: u32, latency_us: u32) -> bool {
         if arrived_as > fit.knee.into() {
@@ -45,13 +57,22 @@ impl FastRun {
             return false;
         }
         if self.answers == 0.0 {
-            (self.since, self.took_us) = (arrived, 0.0);
+            (self.since, self.took_us, self.worked_us) = (arrived, 0.0, 0.0);
         }
         self.answers += 1.0;
         self.took_us += f64::from(latency_us);
         // Most runs are shorter than `SHORTEST`, and need no logarithm.
         let usual = self.usual.clamp(FAST_SHARE.0, FAST_SHARE.1);
-        self.answers >= SHORTEST && self.answers * -usual.ln() > CERTAIN
+        self.answers >= SHORTEST
+            && self.answers * -usual.ln() > CERTAIN
+            && self.surprise(usual * self.worked_us / f64::from(fit.base_us)) > CERTAIN
+    }
+
+    /// Returns the lowest x for which e^−x bounds the probability of this many fast responses where `expected` are
+    /// expected (Chernoff's bound for a Poisson distribution).
+    fn surprise(&self, expected: f64) -> f64 {
+        let times = self.answers / expected.max(RARELY);
+        if times > 1.0 { self.answers * (times.ln() - 1.0) + expected } else { 0.0 }
     }
 
     /// Returns the number of responses in the run and the time they took, and begins the next run.
@@ -105,6 +126,8 @@ impl Beyond {
 const CERTAIN: f64 = 12.0;
 /// Number of responses below which no run is that improbable: each adds at most −ln 0.3.
 const SHORTEST: f64 = 10.0;
+/// Lowest number of responses that counts as expected.
+const RARELY: f64 = 1e-3;
 /// Bounds of the usual share of fast responses.
 const FAST_SHARE: (f64, f64) = (0.3, 0.99);
 /// Number of responses over which [`FastRun`] and [`Beyond`] average.
