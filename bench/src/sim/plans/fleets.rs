@@ -168,6 +168,9 @@ fn all() -> Vec<Point> {
         fleet("30 × 2, mix, 75 %", &[(30, 2, 10.0)], MIX, 1552.0),
         fleet("60 × 2, mix, 75 %", &[(60, 2, 10.0)], MIX, 3104.0),
         fleet("60 × 2, exp 20, 75 %, 4 clients", &[(60, 2, 20.0)], Exponential, 4500.0).clients(4),
+        // Many slots: of the requests that arrive within a short time, the fast ones answer first.
+        fleet("4 × 32, exp 150, 85 %", &[(4, 32, 150.0)], Exponential, 725.0),
+        fleet("4 × 32, mix, 85 %", &[(4, 32, 150.0)], MIX, 250.0).with(|scenario| scenario.measured = 160.0),
         fleet("10 × 4, exactly 20, batches of 60", &[(10, 4, 20.0)], Exact, 600.0)
             .with(|scenario| scenario.load = SimLoad::Batches { qps: 600.0, of: 60 }),
         fleet("16 × 4, exp 40, batches of 20, 60 %", &[(16, 4, 40.0)], Exponential, 960.0)
