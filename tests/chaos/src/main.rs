@@ -88,12 +88,12 @@ struct Args {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=10))]
     tries: u32,
 
-    /// Write the table into docs/results/reliability.md
-    #[arg(long)]
+    /// Write the table into docs/results/reliability.md. Only for a run of all faults
+    #[arg(long, conflicts_with_all = ["faults", "short"])]
     write: bool,
 
     /// The form in which Envoy runs Prequal
-    #[arg(long, value_enum, default_value_t = Module::Wasm, conflicts_with = "write")]
+    #[arg(long, value_enum, default_value_t = Module::Wasm)]
     module: Module,
 }
 
@@ -167,7 +167,8 @@ fn run(args: &Args) -> Result<ExitCode> {
     drop(bed);
     println!("\n{}{}", report::text(&rows), report::summary(&rows, &impossible));
     if args.write {
-        report::write(&rows, &impossible, args.rate)?;
+        let how = format!("At {} requests/s, with {} random pairs (seed {seed})", args.rate, args.pairs);
+        report::write(&rows, &impossible, &how, args.module)?;
     }
     Ok(if rows.iter().all(|row| row.misses.is_empty()) { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

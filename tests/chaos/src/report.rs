@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use prequal_testbed::workspace_root;
 
+use crate::bed::Module;
 use crate::fault::Goal;
 use crate::run::Outcome;
 
@@ -21,8 +22,6 @@ pub(crate) struct Row {
 
 /// The document that contains the table.
 const DOCUMENT: &str = "docs/results/reliability.md";
-const BEGIN: &str = "<!-- cargo xtask chaos --write: begin -->\n";
-const END: &str = "<!-- cargo xtask chaos --write: end -->\n";
 
 /// The table as text, one line per run.
 pub(crate) fn text(rows: &[Row]) -> String {
@@ -59,18 +58,23 @@ pub(crate) fn summary(rows: &[Row], impossible: &[String]) -> String {
     text
 }
 
-/// Replaces the table in the document.
-pub(crate) fn write(rows: &[Row], impossible: &[String], rate: u32) -> Result<()> {
+/// Replaces the table of `module` in the document. `how` says how the faults were run.
+pub(crate) fn write(rows: &[Row], impossible: &[String], how: &str, module: Module) -> Result<()> {
     let path = workspace_root().join(DOCUMENT);
+    let command = match module {
+        Module::Wasm => "cargo xtask chaos --write",
+        Module::Native => "cargo xtask chaos --module native --write",
+    };
+    let [begin, end] = ["begin", "end"].map(|place| format!("<!-- {command}: {place} -->\n"));
     let old = fs::read_to_string(&path).with_context(|| format!("reading {DOCUMENT}"))?;
-    let (before, rest) = old.split_once(BEGIN).with_context(|| format!("{DOCUMENT} has no {BEGIN}"))?;
-    let (_, after) = rest.split_once(END).with_context(|| format!("{DOCUMENT} has no {END}"))?;
-    fs::write(&path, format!("{before}{BEGIN}{}{END}{after}", markdown(rows, impossible, rate)))?;
+    let (before, rest) = old.split_once(&begin).with_context(|| format!("{DOCUMENT} has no {begin}"))?;
+    let (_, after) = rest.split_once(&end).with_context(|| format!("{DOCUMENT} has no {end}"))?;
+    fs::write(&path, format!("{before}{begin}{}{end}{after}", markdown(rows, impossible, how)))?;
     Ok(())
 }
 
-fn markdown(rows: &[Row], impossible: &[String], rate: u32) -> String {
-    let mut text = format!("\n{rate} requests/s. {}\n", summary(rows, impossible));
+fn markdown(rows: &[Row], impossible: &[String], how: &str) -> String {
+    let mut text = format!("\n{how}: {}\n", summary(rows, impossible));
     text += "| fault | what happens | own | errors | late | recovery (goal) | traffic back | goal met |\n";
     text += "|---|---|---|---|---|---|---|---|\n";
     for row in rows {
