@@ -74,11 +74,11 @@ type levels struct {
 func (l *levels) moved(now uint64, after uint32) {
 	weight := l.weight(now)
 	if elapsed := l.elapsed(now); elapsed > 0 {
-		level := l.level
+		busy := min(l.level, maxKnee)
 		if l.known {
-			level = min(level, l.fit.knee)
+			busy = min(busy, l.fit.knee)
 		}
-		l.run.worked += elapsed * float64(level)
+		l.run.worked += elapsed * float64(busy)
 		if r := l.row(l.level); r != nil {
 			r.time += elapsed * weight
 		}
@@ -93,7 +93,7 @@ func (l *levels) moved(now uint64, after uint32) {
 func (l *levels) served(now uint64, level, arrivedAs, latencyUs uint32) {
 	if l.known {
 		l.beyond.answered(now, l.fit, arrivedAs, latencyUs)
-		if l.run.answered(now, l.fit, arrivedAs, latencyUs) {
+		if l.run.answered(now, l.fit, level, arrivedAs, latencyUs) {
 			l.startAnew(now)
 			return
 		}

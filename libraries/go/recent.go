@@ -8,7 +8,6 @@ import "math"
 const (
 	certain        = 12
 	shortest       = 10
-	rarely         = 1e-3
 	fastShareLow   = 0.3
 	fastShareHigh  = 0.99
 	remembered     = 32
@@ -23,13 +22,14 @@ type fastRun struct {
 	// When the first request of the run arrived.
 	since         uint64
 	answers, took float64
-	// Time that requests have spent at the server since the first response of the run, microseconds. Of the requests
-	// in flight at a time, only as many count as the knee allows.
+	// Time that requests have spent at the server since the first request of the run arrived, microseconds. At most as
+	// many requests count at a time as the knee.
 	worked float64
 }
 
-// answered records a response, and returns whether the run is too long to be due to chance.
-func (f *fastRun) answered(now uint64, fit capacity, arrivedAs, latencyUs uint32) bool {
+// answered records a response that left while level requests were in flight, itself included. It returns whether the run
+// is too long to be due to chance.
+func (f *fastRun) answered(now uint64, fit capacity, level, arrivedAs, latencyUs uint32) bool {
 	if arrivedAs > fit.knee {
 		return false
 	}
@@ -44,7 +44,9 @@ func (f *fastRun) answered(now uint64, fit capacity, arrivedAs, latencyUs uint32
 		return false
 	}
 	if f.answers == 0 {
-		f.since, f.took, f.worked = arrived, 0, 0
+		f.since, f.took = arrived, 0
+		// The level before the response is unknown here.
+		f.worked = float64(max(latencyUs, 1)) * float64(min(max(level, 1), fit.knee))
 	}
 	f.answers++
 	f.took += float64(latencyUs)
@@ -53,10 +55,10 @@ func (f *fastRun) answered(now uint64, fit capacity, arrivedAs, latencyUs uint32
 		f.surprise(usual*f.worked/float64(fit.baseUs)) > certain
 }
 
-// surprise returns the lowest x for which e^-x bounds the probability of this many fast responses where expected are
-// expected (Chernoff's bound for a Poisson distribution).
+// surprise returns s such that the probability of at least this many fast responses is at most e^-s where expected are
+// expected (Chernoff's bound for a Poisson distribution); 0 if there are no more than expected.
 func (f *fastRun) surprise(expected float64) float64 {
-	times := f.answers / max(expected, rarely)
+	times := f.answers / expected
 	if times <= 1 {
 		return 0
 	}

@@ -91,7 +91,7 @@ class Levels:
         weight = self._weight(now)
         elapsed = self._elapsed(now)
         if elapsed > 0.0 and self.level > 0:
-            self._run.worked(elapsed * (self.level if self._fit is None else min(self.level, self._fit.knee)))
+            self._run.worked(elapsed * min(self.level, MAX_KNEE if self._fit is None else self._fit.knee))
             self._row(self.level).time += elapsed * weight
         if after < self.level:
             self._single.left(now)
@@ -101,7 +101,7 @@ class Levels:
         """Records a good response that left while `level` requests were at the server, itself included."""
         if self._fit is not None:
             self._beyond.answered(now, self._fit, arrived_as, latency_us)
-            if self._run.answered(now, self._fit, arrived_as, latency_us):
+            if self._run.answered(now, self._fit, level, arrived_as, latency_us):
                 self._start_anew(now)
                 return
         weight = self._weight(now)

@@ -7,7 +7,6 @@ from typing import Protocol
 
 CERTAIN = 12.0
 SHORTEST = 10.0
-RARELY = 1e-3
 FAST_SHARE = (0.3, 0.99)
 REMEMBERED = 32.0
 SELDOM_HINDERED = 0.35
@@ -34,16 +33,17 @@ class FastRun:
         self._since = 0
         self._answers = 0.0
         self._took = 0.0
-        #: Time that requests have spent at the server since the first response of the run, microseconds. Of the
-        #: requests in flight at a time, only as many count as the knee allows.
+        #: Time that requests have spent at the server since the first request of the run arrived, microseconds. At most
+        #: as many requests count at a time as the knee.
         self._worked = 0.0
 
     def worked(self, us: float) -> None:
-        """Records the time that requests have spent at the server."""
+        """Adds to the time that requests have spent at the server."""
         self._worked += us
 
-    def answered(self, now: int, fit: Fit, arrived_as: int, latency_us: int) -> bool:
-        """Records a response. Returns whether the run is too long to be due to chance."""
+    def answered(self, now: int, fit: Fit, level: int, arrived_as: int, latency_us: int) -> bool:
+        """Records a response that left while `level` requests were in flight, itself included. Returns whether the run
+        is too long to be due to chance."""
         if arrived_as > fit.knee:
             return False
         arrived = max(now - latency_us, 0)
@@ -55,7 +55,9 @@ class FastRun:
                 self._answers = 0.0
             return False
         if self._answers == 0.0:
-            self._since, self._took, self._worked = arrived, 0.0, 0.0
+            self._since, self._took = arrived, 0.0
+            # The level before the response is unknown here.
+            self._worked = float(max(latency_us, 1) * min(max(level, 1), fit.knee))
         self._answers += 1.0
         self._took += latency_us
         usual = min(max(self._usual, FAST_SHARE[0]), FAST_SHARE[1])
@@ -66,9 +68,9 @@ class FastRun:
         )
 
     def _surprise(self, expected: float) -> float:
-        """Returns the lowest x for which e^-x bounds the probability of this many fast responses where `expected` are
-        expected (Chernoff's bound for a Poisson distribution)."""
-        times = self._answers / max(expected, RARELY)
+        """Returns s such that the probability of at least this many fast responses is at most e^-s where `expected` are
+        expected (Chernoff's bound for a Poisson distribution); 0 if there are no more than expected."""
+        times = self._answers / expected
         return self._answers * (math.log(times) - 1.0) + expected if times > 1.0 else 0.0
 
     def take(self) -> tuple[float, float]:

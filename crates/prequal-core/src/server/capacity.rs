@@ -159,25 +159,27 @@ impl Levels {
 
     /// Changes the level from `before` to `after`. The time since the last update is credited to the level at that
     /// update. If other workers have changed the level unnoticed, this time is divided equally among the levels from
-    /// the one at the last update to `before`.
+    /// the one at the last update to `before`. The time also counts as work done ([`FastRun::worked`]).
     pub fn moved(&mut self, now: Micros, before: u32, after: u32) {
         let weight = self.weight(now);
         let elapsed = self.elapsed(now);
         if elapsed > 0.0 {
             let (low, high) = (self.level.min(before), self.level.max(before));
-            let level = f64::midpoint(low.into(), high.into());
-            self.run.worked(elapsed * self.fit.map_or(level, |fit| level.min(fit.knee.into())));
-            let elapsed = elapsed * weight;
             let share = elapsed / f64::from(high - low + 1);
             // The levels from `MAX_KNEE` upwards share one row.
             let most = u32::from(MAX_KNEE);
+            let knee = self.fit.map_or(most, |fit| fit.knee.into());
+            let mut worked = 0.0;
             for level in low..=high.min(most) {
                 let times = if level == most { f64::from(high - most.max(low) + 1) } else { 1.0 };
-                self.row(level, |row| row.time += share * times);
+                worked += share * times * f64::from(level.min(knee));
+                self.row(level, |row| row.time += share * times * weight);
             }
             if low > most {
-                self.row(most, |row| row.time += elapsed);
+                worked += elapsed * f64::from(knee);
+                self.row(most, |row| row.time += elapsed * weight);
             }
+            self.run.worked(worked);
         }
         (self.level, self.since) = (after, Some(now));
         if after < before {
@@ -199,7 +201,7 @@ impl Levels {
     pub fn served(&mut self, now: Micros, level: u32, arrived_as: u32, latency_us: u32) {
         if let Some(fit) = self.fit {
             self.beyond.answered(now, fit, arrived_as, latency_us);
-            if self.run.answered(now, fit, arrived_as, latency_us) {
+            if self.run.answered(now, fit, level, arrived_as, latency_us) {
                 self.start_anew(now);
                 return;
             }

@@ -14,8 +14,8 @@ use crate::shared::time::Micros;
 /// each short lull, which would attract the next burst.
 ///
 /// Of many requests in flight, the fast ones are the first to answer. So a run without a slow response proves little in
-/// its first moments. The run must also contain more fast responses than are probable, given the fit, in the time that
-/// requests have spent at the server since it began.
+/// its first moments. The number of its fast responses must also be improbable for the time that requests have spent
+/// at the server ([`Self::worked`]), given the fit.
 #[derive(Debug)]
 pub(super) struct FastRun {
     /// Moving average of the share of fast responses.
@@ -24,8 +24,8 @@ pub(super) struct FastRun {
     since: Micros,
     answers: f64,
     took_us: f64,
-    /// Time that requests have spent at the server since the first response of the run, microseconds. Of the requests
-    /// in flight at a time, only as many count as the knee allows.
+    /// Time that requests have spent at the server since the first request of the run arrived, microseconds; see
+    /// [`Self::worked`].
     worked_us: f64,
 }
 
@@ -36,13 +36,21 @@ impl Default for FastRun {
 }
 
 impl FastRun {
-    /// Records the time that requests have spent at the server.
+    /// Adds to the time that requests have spent at the server. At most as many requests count at a time as the knee.
     pub(super) fn worked(&mut self, us: f64) {
         self.worked_us += us;
     }
 
-    /// Records a response. Returns whether the run is too long to be due to chance.
-    pub(super) fn answered(&mut self, now: Micros, fit: Capacity, arrived_as: u32, latency_us: u32) -> bool {
+    /// Records a response that left while `level` requests were in flight, itself included. Returns whether the run is
+    /// too long to be due to chance.
+    pub(super) fn answered(
+        &mut self,
+        now: Micros,
+        fit: Capacity,
+        level: u32,
+        arrived_as: u32,
+        latency_us: u32,
+    ) -> bool {
         if arrived_as > fit.knee.into() {
             return false;
         }
@@ -57,7 +65,9 @@ impl FastRun {
             return false;
         }
         if self.answers == 0.0 {
-            (self.since, self.took_us, self.worked_us) = (arrived, 0.0, 0.0);
+            (self.since, self.took_us) = (arrived, 0.0);
+            // The level before the response is unknown here.
+            self.worked_us = f64::from(latency_us.max(1)) * f64::from(level.clamp(1, fit.knee.into()));
         }
         self.answers += 1.0;
         self.took_us += f64::from(latency_us);
@@ -68,10 +78,10 @@ impl FastRun {
             && self.surprise(usual * self.worked_us / f64::from(fit.base_us)) > CERTAIN
     }
 
-    /// Returns the lowest x for which e^−x bounds the probability of this many fast responses where `expected` are
-    /// expected (Chernoff's bound for a Poisson distribution).
+    /// Returns s such that the probability of at least this many fast responses is at most e^−s where `expected` are
+    /// expected (Chernoff's bound for a Poisson distribution); 0 if there are no more than expected.
     fn surprise(&self, expected: f64) -> f64 {
-        let times = self.answers / expected.max(RARELY);
+        let times = self.answers / expected;
         if times > 1.0 { self.answers * (times.ln() - 1.0) + expected } else { 0.0 }
     }
 
@@ -126,8 +136,6 @@ impl Beyond {
 const CERTAIN: f64 = 12.0;
 /// Number of responses below which no run is that improbable: each adds at most −ln 0.3.
 const SHORTEST: f64 = 10.0;
-/// Lowest number of responses that counts as expected.
-const RARELY: f64 = 1e-3;
 /// Bounds of the usual share of fast responses.
 const FAST_SHARE: (f64, f64) = (0.3, 0.99);
 /// Number of responses over which [`FastRun`] and [`Beyond`] average.
