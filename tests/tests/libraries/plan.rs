@@ -39,7 +39,7 @@ const PLAIN: Plan = Plan {
     slow_clients: 0.0,
 };
 
-const PLANS: [Plan; 11] = [
+const PLANS: [Plan; 12] = [
     PLAIN,
     Plan { name: "constant", constant: true, slots: 8, phases: &[(10.0, 180.0, 1.0, 0)], ..PLAIN },
     Plan {
@@ -50,9 +50,12 @@ const PLANS: [Plan; 11] = [
     // A run of fast responses, which restarts the estimate.
     Plan {
         name: "healed",
-        phases: &[(5.0, 60.0, 1.0, 0), (8.0, 20.0, 10.0, 0), (6.0, 60.0, 1.0, 0)],
+        constant: true,
+        phases: &[(5.0, 60.0, 1.0, 0), (8.0, 4.0, 10.0, 0), (6.0, 30.0, 1.0, 0)],
         ..PLAIN
     },
+    // Runs of fast responses that do not restart it, because many requests are in flight.
+    Plan { name: "many slots", slots: 64, service_us: 100_000.0, phases: &[(8.0, 450.0, 1.0, 0)], ..PLAIN },
     Plan { name: "failures", fails: 0.3, phases: &[(8.0, 60.0, 1.0, 0), (10.0, 0.5, 1.0, 0)], ..PLAIN },
     Plan { name: "clients", aborts: 0.1, streams: 0.05, slow_clients: 0.2, ..PLAIN },
     // More requests in flight than there are distinct levels.

@@ -10,6 +10,7 @@ use prequal_core::shared::outcome::Outcome;
 use prequal_core::shared::time::Micros;
 use prequal_core::wire::orca::Format;
 
+use crate::plan;
 use crate::trace::{ENDPOINT, Kind, Trace, What};
 
 /// Plays `trace`; returns the lines that a library must write.
@@ -56,6 +57,23 @@ pub(crate) fn play(trace: &Trace) -> Result<Vec<String>> {
 
 fn visit(requests: &BTreeMap<u32, (Ticket, Outcome)>, id: u32) -> Result<Visit> {
     Ok(requests.get(&id).context("no such request")?.0.visit())
+}
+
+/// The traces must cover both a run of fast responses that restarts the estimate, and those that do not.
+#[test]
+fn the_estimate_starts_anew_in_one_trace_only() -> Result<()> {
+    let falls = |name: &str| -> Result<bool> {
+        let trace = plan::traces().into_iter().find(|trace| trace.name == name).context("no such trace")?;
+        let base = |line: &String| {
+            line.split([';', '\t']).find_map(|part| part.trim().strip_prefix("base=")?.parse().ok())
+        };
+        let bases: Vec<f64> = play(&trace)?.iter().filter_map(base).collect();
+        // Not the first ones, which are estimated from a few requests.
+        Ok(bases.windows(2).skip(100).any(|pair| pair[1] < pair[0] / 2.0))
+    };
+    assert!(falls("healed")?);
+    assert!(!falls("many slots")?);
+    Ok(())
 }
 
 /// Both reports on a response.
