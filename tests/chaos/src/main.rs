@@ -22,6 +22,7 @@ mod report;
 mod run;
 mod verdict;
 
+use std::fmt::Write as _;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -88,8 +89,8 @@ struct Args {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=10))]
     tries: u32,
 
-    /// Write the table into docs/results/reliability.md. Only for a run of all faults
-    #[arg(long, conflicts_with_all = ["faults", "short"])]
+    /// Write the table into docs/results/reliability.md. Only if all faults are run, at full length
+    #[arg(long, conflicts_with = "short")]
     write: bool,
 
     /// The form in which Envoy runs Prequal
@@ -126,6 +127,14 @@ fn run(args: &Args) -> Result<ExitCode> {
     let seed = args.seed.unwrap_or_else(any_seed);
     let mut rng = SmallRng::seed_from_u64(seed);
     let plans = plans(args, &mut rng)?;
+    if args.write {
+        ensure!(
+            args.faults.is_empty() || args.faults.iter().any(|name| name == "all"),
+            "--write needs all faults"
+        );
+        // Not only after half an hour.
+        report::around_table(args.module)?;
+    }
     network::enter()?;
     let dir = tempfile::TempDir::new()?;
     let clock = clock(dir.path());
@@ -167,7 +176,13 @@ fn run(args: &Args) -> Result<ExitCode> {
     drop(bed);
     println!("\n{}{}", report::text(&rows), report::summary(&rows, &impossible));
     if args.write {
-        let how = format!("At {} requests/s, with {} random pairs (seed {seed})", args.rate, args.pairs);
+        let mut how = format!("At {} requests/s", args.rate);
+        if args.pairs > 0 {
+            let _ = write!(how, ", with {} random pairs (seed {seed})", args.pairs);
+        }
+        if args.tries > 1 {
+            let _ = write!(how, ", at most {} tries each", args.tries);
+        }
         report::write(&rows, &impossible, &how, args.module)?;
     }
     Ok(if rows.iter().all(|row| row.misses.is_empty()) { ExitCode::SUCCESS } else { ExitCode::FAILURE })

@@ -58,19 +58,25 @@ pub(crate) fn summary(rows: &[Row], impossible: &[String]) -> String {
     text
 }
 
-/// Replaces the table of `module` in the document. `how` says how the faults were run.
-pub(crate) fn write(rows: &[Row], impossible: &[String], how: &str, module: Module) -> Result<()> {
-    let path = workspace_root().join(DOCUMENT);
+/// Returns the document's text before and after the table of `module`, with the comments that enclose the table.
+pub(crate) fn around_table(module: Module) -> Result<(String, String)> {
     let command = match module {
         Module::Wasm => "cargo xtask chaos --write",
         Module::Native => "cargo xtask chaos --module native --write",
     };
     let [begin, end] = ["begin", "end"].map(|place| format!("<!-- {command}: {place} -->\n"));
-    let old = fs::read_to_string(&path).with_context(|| format!("reading {DOCUMENT}"))?;
-    let (before, rest) = old.split_once(&begin).with_context(|| format!("{DOCUMENT} has no {begin}"))?;
+    let text =
+        fs::read_to_string(workspace_root().join(DOCUMENT)).with_context(|| format!("reading {DOCUMENT}"))?;
+    let (before, rest) = text.split_once(&begin).with_context(|| format!("{DOCUMENT} has no {begin}"))?;
     let (_, after) = rest.split_once(&end).with_context(|| format!("{DOCUMENT} has no {end}"))?;
-    fs::write(&path, format!("{before}{begin}{}{end}{after}", markdown(rows, impossible, how)))?;
-    Ok(())
+    Ok((before.to_owned() + &begin, end + after))
+}
+
+/// Replaces the table of `module` in the document. `how` says how the faults were run.
+pub(crate) fn write(rows: &[Row], impossible: &[String], how: &str, module: Module) -> Result<()> {
+    let (before, after) = around_table(module)?;
+    let text = before + &markdown(rows, impossible, how) + &after;
+    fs::write(workspace_root().join(DOCUMENT), text).with_context(|| format!("writing {DOCUMENT}"))
 }
 
 fn markdown(rows: &[Row], impossible: &[String], how: &str) -> String {
