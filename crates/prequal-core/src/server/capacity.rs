@@ -159,7 +159,7 @@ impl Levels {
 
     /// Changes the level from `before` to `after`. The time since the last update is credited to the level at that
     /// update. If other workers have changed the level unnoticed, this time is divided equally among the levels from
-    /// the one at the last update to `before`. The time also counts as work done ([`FastRun::worked`]).
+    /// the one at the last update to `before`. The time also counts as work done (`FastRun::worked`).
     pub fn moved(&mut self, now: Micros, before: u32, after: u32) {
         let weight = self.weight(now);
         let elapsed = self.elapsed(now);
