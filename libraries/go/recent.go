@@ -45,7 +45,7 @@ func (f *fastRun) answered(now uint64, fit capacity, level, arrivedAs, latencyUs
 	}
 	if f.answers == 0 {
 		f.since, f.took = arrived, 0
-		// The level before the response is unknown here.
+		// The current level stands for the levels since the request arrived, which are not known here.
 		f.worked = float64(max(latencyUs, 1)) * float64(min(max(level, 1), fit.knee))
 	}
 	f.answers++

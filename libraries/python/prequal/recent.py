@@ -56,7 +56,7 @@ class FastRun:
             return False
         if self._answers == 0.0:
             self._since, self._took = arrived, 0.0
-            # The level before the response is unknown here.
+            # The current level stands for the levels since the request arrived, which are not known here.
             self._worked = float(max(latency_us, 1) * min(max(level, 1), fit.knee))
         self._answers += 1.0
         self._took += latency_us

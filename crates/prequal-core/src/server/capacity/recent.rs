@@ -66,8 +66,8 @@ impl FastRun {
         }
         if self.answers == 0.0 {
             (self.since, self.took_us) = (arrived, 0.0);
-            // The level before the response is unknown here.
-            self.worked_us = f64::from(latency_us.max(1)) * f64::from(level.clamp(1, fit.knee.into()));
+            // The current level stands for the levels since the request arrived, which are not known here.
+            self.worked_us = f64::from(latency_us.max(1)) * f64::from(level.min(fit.knee.into()).max(1));
         }
         self.answers += 1.0;
         self.took_us += f64::from(latency_us);
