@@ -132,7 +132,7 @@ fn run(args: &Args) -> Result<ExitCode> {
             args.faults.is_empty() || args.faults.iter().any(|name| name == "all"),
             "--write needs all faults"
         );
-        // Not only after half an hour.
+        // A missing table must stop the run now, not after half an hour of faults.
         report::around_table(args.module)?;
     }
     network::enter()?;

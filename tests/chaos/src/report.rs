@@ -118,3 +118,16 @@ pub(crate) fn verdict(row: &Row) -> String {
 fn seconds(time: Option<Duration>) -> String {
     time.map_or_else(|| "–".to_owned(), |time| format!("{:.1}", time.as_secs_f64()))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_document_has_a_table_for_each_module() -> Result<()> {
+        for module in [Module::Wasm, Module::Native] {
+            around_table(module)?;
+        }
+        Ok(())
+    }
+}

@@ -59,9 +59,9 @@ fn visit(requests: &BTreeMap<u32, (Ticket, Outcome)>, id: u32) -> Result<Visit> 
     Ok(requests.get(&id).context("no such request")?.0.visit())
 }
 
-/// The traces must cover both a run of fast responses that restarts the estimate, and those that do not.
+/// The traces cover a run of fast responses that restarts the estimate, and runs that must not.
 #[test]
-fn the_estimate_starts_anew_in_one_trace_only() -> Result<()> {
+fn the_estimate_starts_anew_when_healed_but_not_because_of_many_slots() -> Result<()> {
     let falls = |name: &str| -> Result<bool> {
         let trace = plan::traces().into_iter().find(|trace| trace.name == name).context("no such trace")?;
         let base = |line: &String| {
