@@ -677,7 +677,7 @@ impl PoolState {
         self.entries()
             .iter()
             .enumerate()
-            .max_by_key(|(_, entry)| order.rank(entry, rng))
+            .max_by_key(|(_, entry)| (order.rank(entry, rng), self.last_pick.distance_ms(entry.received)))
             .map(|(index, _)| index)
     }
 

@@ -447,6 +447,18 @@ fn removal_alternates_oldest_and_worst() {
 }
 
 #[test]
+fn of_equally_bad_replicas_the_one_with_the_oldest_report_is_removed() {
+    let mut scene = Scene::new(PoolSettings { r_remove: 1.0, scale_removal: false, ..plain() });
+    (1..=5).for_each(|n| scene.report(u64::from(n), n, 0, Some(10)));
+    // The first removal takes the oldest, the second the worst; all have the same score.
+    for at in [10, 11] {
+        scene.pool.pick_scored(&scene.settings, ms(at), &mut scene.rng, |_| 0.0);
+    }
+    assert_eq!(scene.pool.replicas().count(), 3);
+    assert!(!scene.pool.replicas().any(|left| [replica(1), replica(2)].contains(&left)));
+}
+
+#[test]
 fn fractional_rates_are_kept_in_the_mean() {
     for r_probe in [0.25, 0.7, 1.0, 2.5] {
         let mut scene = Scene::new(PoolSettings { budget: Budget::Fixed { r_probe }, ..plain() });
