@@ -97,7 +97,12 @@ fn report(script: &mut Script<'_>) -> LoadReport {
     let text = match script.byte() % 4 {
         0 => format!("{rif};;{endpoint}"),
         1 => format!("{rif};{latency};{endpoint};fail={fail}"),
-        2 => format!("{rif};{latency};{endpoint};base={};knee={}", latency / 2 + 1, u32::from(rif) + 1),
+        2 => format!(
+            "{rif};{latency};{endpoint};base={};knee={};steady={}",
+            latency / 2 + 1,
+            u32::from(rif) + 1,
+            rif % 2
+        ),
         _ => format!("{rif};{latency};{endpoint};up={rif};probe={}", endpoint.with_port(9000)),
     };
     LoadReport::parse(text).expect("a valid report")

@@ -55,6 +55,7 @@ fn step(
                     base_us: script.word() % 3_600_000_000 + 1,
                     knee: u16::from(script.byte()) + 1,
                     open: script.bit(),
+                    steady: script.bit(),
                 }),
                 up_s: script.bit().then(|| script.byte().into()),
                 failing: u16::from(script.byte()) % 1001,

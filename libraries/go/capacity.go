@@ -13,6 +13,8 @@ const (
 	steady       = 0.05
 	mostSteady   = 16.0
 	steadyKnee   = 3
+	even         = 0.2
+	evident      = 4.0
 	many         = 6.0
 	narrow       = 0.02
 	clearly      = 0.005
@@ -27,10 +29,11 @@ const (
 	stepUs       = 1_000_000
 )
 
-// capacity is the base latency and knee of the server. If open is set, the knee may be higher.
+// capacity is the base latency and knee of the server. If open is set, the knee may be higher. If steady is set,
+// requests take almost the same time as long as none waits.
 type capacity struct {
 	baseUs, knee uint32
-	open         bool
+	open, steady bool
 }
 
 func (c capacity) crowding(rif uint32) float64 {
@@ -215,7 +218,8 @@ func (l *levels) fitted(weight float64, running row) (capacity, bool) {
 	for i, s := range l.scores {
 		if alone || s.score >= best-doubt {
 			base := min(max(s.effort/all.left, 1), maxLatencyUs)
-			return capacity{uint32(base), uint32(i + 1), l.beyond.isOpen(l.latest)}, true
+			knee := uint32(i + 1)
+			return capacity{uint32(base), knee, l.beyond.isOpen(l.latest), l.isSteady(knee, weight)}, true
 		}
 	}
 	return capacity{}, false
@@ -234,6 +238,25 @@ func (l *levels) steadiness(weight float64) float64 {
 		}
 	}
 	return min(max(steady/variation, 1), mostSteady)
+}
+
+// isSteady reports whether latencies vary little within the levels up to the knee. If too few requests arrived at these
+// levels, the last answer stands.
+func (l *levels) isSteady(knee uint32, weight float64) bool {
+	var met, means, within, count float64
+	for _, r := range l.rows[:min(int(knee), len(l.rows))] {
+		if r.met > weight && r.took > 0 {
+			mean := r.took * r.took / r.met
+			met += r.met
+			means += mean
+			within += max(r.squares-mean, 0)
+			count++
+		}
+	}
+	if met < evident*weight {
+		return l.known && l.fit.steady
+	}
+	return within/means+assumed*count*weight/met < even
 }
 
 func (l *levels) elapsed(now uint64) float64 {

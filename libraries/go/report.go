@@ -34,6 +34,8 @@ type Capacity struct {
 	Knee uint32
 	// Open is true if the knee may be higher.
 	Open bool
+	// Steady is true if requests take almost the same time as long as none waits.
+	Steady bool
 }
 
 // String returns the value of the header x-prequal-load.
@@ -58,6 +60,9 @@ func (r *Report) String() string {
 		if c.Open {
 			text.WriteString(";open=1")
 		}
+		if c.Steady {
+			text.WriteString(";steady=1")
+		}
 	}
 	return text.String()
 }
@@ -72,7 +77,7 @@ func (r *Report) json(timestampMs int64) string {
 		text.WriteString(`null,"latency_us":null`)
 	}
 	if c := r.Capacity; c != nil {
-		fmt.Fprintf(&text, `,"base_us":%d,"knee":%d,"open":%t`, c.BaseUs, c.Knee, c.Open)
+		fmt.Fprintf(&text, `,"base_us":%d,"knee":%d,"open":%t,"steady":%t`, c.BaseUs, c.Knee, c.Open, c.Steady)
 	} else {
 		text.WriteString(`,"base_us":null,"knee":null`)
 	}

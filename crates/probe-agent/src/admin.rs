@@ -96,7 +96,7 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
         )?;
         writeln!(out, "prequal_agent_latency_median_seconds {}", seconds(u64::from(us)))?;
     }
-    if let Some(Capacity { base_us, knee, open }) = load.capacity() {
+    if let Some(Capacity { base_us, knee, open, steady }) = load.capacity() {
         let name = "prequal_agent_base_latency_seconds";
         head(
             out,
@@ -120,6 +120,9 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
             "1 while requests beyond the estimated knee do not wait, so the true knee may be higher.",
         )?;
         writeln!(out, "{name} {}", u8::from(open))?;
+        let name = "prequal_agent_latency_steady";
+        head(out, name, "gauge", "1 while requests that need not wait take almost the same time.")?;
+        writeln!(out, "{name} {}", u8::from(steady))?;
     }
     head(
         out,

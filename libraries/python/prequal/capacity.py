@@ -19,6 +19,8 @@ DOUBT = 0.5
 STEADY = 0.05
 MOST_STEADY = 16.0
 STEADY_KNEE = 3
+EVEN = 0.2
+EVIDENT = 4.0
 MANY = 6.0
 NARROW = 0.02
 CLEARLY = 0.005
@@ -41,6 +43,8 @@ class Capacity(NamedTuple):
     knee: int
     #: Whether the knee may be higher.
     open: bool
+    #: Whether requests take almost the same time as long as none waits.
+    steady: bool
 
 
 class Row:
@@ -203,7 +207,7 @@ class Levels:
         for k, (score, effort) in enumerate(scores, 1):
             if alone or score >= best - DOUBT:
                 base = min(max(effort / all_left, 1.0), float(MAX_LATENCY_US))
-                return Capacity(int(base), k, self._beyond.is_open(self._latest))
+                return Capacity(int(base), k, self._beyond.is_open(self._latest), self._is_steady(k, weight))
         return None
 
     def _steadiness(self, weight: float) -> float:
@@ -216,6 +220,23 @@ class Levels:
                 squared = max(row.squares * row.met / (row.took * row.took) - 1.0, 0.0)
                 variation = min(variation, squared + ASSUMED * weight / row.met)
         return min(max(STEADY / variation, 1.0), MOST_STEADY)
+
+    def _is_steady(self, knee: int, weight: float) -> bool:
+        """Returns whether latencies vary little within the levels up to the knee.
+
+        If too few requests arrived at these levels, the last answer stands.
+        """
+        met = means = within = levels = 0.0
+        for row in self._rows[:knee]:
+            if row.met > weight and row.took > 0.0:
+                mean = row.took * row.took / row.met
+                met += row.met
+                means += mean
+                within += max(row.squares - mean, 0.0)
+                levels += 1.0
+        if met < EVIDENT * weight:
+            return self._fit is not None and self._fit.steady
+        return within / means + ASSUMED * levels * weight / met < EVEN
 
     def _elapsed(self, now: int) -> float:
         """Returns the time spent at the current level since the last update, microseconds."""

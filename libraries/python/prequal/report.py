@@ -39,6 +39,8 @@ class Report(NamedTuple):
             text += f";base={self.capacity.base_us};knee={self.capacity.knee}"
             if self.capacity.open:
                 text += ";open=1"
+            if self.capacity.steady:
+                text += ";steady=1"
         return text
 
     def json(self, timestamp_ms: int) -> str:
@@ -49,7 +51,9 @@ class Report(NamedTuple):
         if capacity is None:
             text += ',"base_us":null,"knee":null'
         else:
-            text += f',"base_us":{capacity.base_us},"knee":{capacity.knee},"open":{"true" if capacity.open else "false"}'
+            text += f',"base_us":{capacity.base_us},"knee":{capacity.knee}'
+            text += f',"open":{"true" if capacity.open else "false"}'
+            text += f',"steady":{"true" if capacity.steady else "false"}'
         text += f',"failing":{self.failing},"up_s":{"null" if self.up_s is None else self.up_s}'
         return text + f',"timestamp_ms":{timestamp_ms},"endpoint":"{self.endpoint}"}}'
 

@@ -27,7 +27,7 @@ struct Plan {
 }
 
 const PLAIN: Plan = Plan {
-    name: "steady",
+    name: "plain",
     slots: 4,
     service_us: 40_000.0,
     constant: false,

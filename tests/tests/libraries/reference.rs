@@ -76,6 +76,22 @@ fn the_estimate_starts_anew_when_healed_but_not_because_of_many_slots() -> Resul
     Ok(())
 }
 
+/// The traces cover steady latencies and varying ones.
+#[test]
+fn only_requests_that_take_the_same_time_are_reported_as_steady() -> Result<()> {
+    for (name, expected) in
+        [("constant", true), ("one by one", true), ("many slots", false), ("plain", false)]
+    {
+        let trace = plan::traces().into_iter().find(|trace| trace.name == name).context("no such trace")?;
+        let lines = play(&trace)?;
+        let known: Vec<_> = lines.iter().filter(|line| line.contains(";knee=")).skip(100).collect();
+        let steady = known.iter().filter(|line| line.contains(";steady=1")).count();
+        let share = steady as f64 / known.len() as f64;
+        assert!(if expected { share > 0.9 } else { share < 0.1 }, "{name}: {share}");
+    }
+    Ok(())
+}
+
 /// Both reports on a response.
 fn both_reports(
     replica: &mut Replica,

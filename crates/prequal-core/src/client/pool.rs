@@ -4,8 +4,9 @@
 //! arrays, plain bytes. Picking and recording never allocate.
 //!
 //! - **Select by predicted latency** (`pool/predicted.rs`): the lowest cost wins, and costs that are nearly as low
-//!   count as equal. Among equals, replicas below their knee ([`crate::server::capacity`]) take turns; beyond the knee
-//!   the lowest RIF wins. Occasionally a replica that looks worse is tried.
+//!   count as equal. Among equals, replicas below their knee ([`crate::server::capacity`]) take turns if requests take
+//!   almost the same time; otherwise, and beyond the knee, the lowest RIF wins. Occasionally a replica that looks worse
+//!   is tried.
 //! - **Select by hot and cold** (lexicographic): an entry is *hot* when its RIF exceeds ([`HotRule::Gt`], §4) or
 //!   reaches ([`HotRule::Ge`], §5.3) θ, the `q_rif` quantile of recently reported RIFs. If any entry is cold, the cold
 //!   entry with the lowest latency wins; otherwise the lowest RIF wins. With fewer than two entries (one, if all other
@@ -498,7 +499,7 @@ impl PoolState {
             unproven: 1,
             share: FULL_SHARE,
             failing: 0,
-            open: 0,
+            flags: 0,
             sent: Sent::default(),
         };
         self.insert(settings, stamp, entry);

@@ -27,6 +27,9 @@
 //!
 //! Where requests are evidently served one by one (`capacity/single.rs`), K is 1 whatever the scores.
 //!
+//! The fit also says whether latencies are steady ([`Capacity::steady`]), which tells clients how to choose among equal
+//! replicas. It depends on how much latencies vary at the same level, because waiting also makes them differ.
+//!
 //! `docs/design/adr/0008-predicted-latency.md` has the alternatives with their curves.
 //!
 //! Single responses show at once what the fit is slow to see (`capacity/recent.rs`): that a replica has become faster,
@@ -53,9 +56,13 @@ const DOUBT: f64 = 0.5;
 const STEADY: f64 = 0.05;
 const MOST_STEADY: f64 = 16.0;
 /// Highest knee at which α may exceed 1. Where service times are constant and a replica has more slots than this, the
-/// fitted knee is slightly too high. That does no harm: replicas then take turns up to a higher RIF, which spaces
-/// requests evenly.
+/// fitted knee is slightly too high. That does no harm: latencies are then reported as steady, and replicas take turns
+/// up to a higher RIF, which spaces requests evenly.
 const STEADY_KNEE: u16 = 3;
+/// Squared coefficient of variation, within the levels up to the knee, below which latencies are reported as steady, and
+/// the number of requests that must have arrived at these levels.
+const EVEN: f64 = 0.2;
+const EVIDENT: f64 = 4.0;
 /// Mean level of arrivals above which the spread of their levels matters.
 const MANY: f64 = 6.0;
 /// Squared coefficient of variation of the arrivals' levels below which their spread is narrow, and the evidence per
@@ -63,7 +70,8 @@ const MANY: f64 = 6.0;
 /// between the levels, and these depend on whether requests are served together.
 const NARROW: f64 = 0.02;
 const CLEARLY: f64 = 0.005;
-/// Squared coefficient of variation that is assumed before any latency is known. It weighs as much as one new latency.
+/// Squared coefficient of variation that is assumed before any latency at a level is known. It weighs as much as one new
+/// latency.
 const ASSUMED: f64 = 0.25;
 /// Number of departures below which the last fit is kept.
 const LEAST: f64 = 0.5;
@@ -334,7 +342,8 @@ impl Levels {
         let (_, effort) = self.scores.get(knee)?;
         let base = (effort / all.left).clamp(1.0, f64::from(MAX_LATENCY_US));
         let knee = u16::try_from(knee + 1).unwrap_or(MAX_KNEE);
-        Some(Capacity { base_us: base as u32, knee, open: self.beyond.is_open(self.latest) })
+        let steady = self.is_steady(knee, weight);
+        Some(Capacity { base_us: base as u32, knee, open: self.beyond.is_open(self.latest), steady })
     }
 
     /// Returns α, the weight of the second likelihood. Of the levels up to the knee, the one whose latencies vary least
@@ -350,6 +359,23 @@ impl Levels {
             })
             .fold(f64::INFINITY, f64::min);
         (STEADY / variation).clamp(1.0, MOST_STEADY)
+    }
+
+    /// Whether requests take almost the same time: whether latencies vary little within the levels up to the knee. If
+    /// too few requests arrived at these levels, the last answer stands.
+    fn is_steady(&self, knee: u16, weight: f64) -> bool {
+        let (mut met, mut means, mut within, mut levels) = (0.0, 0.0, 0.0, 0.0);
+        for row in self.rows.iter().take(knee.into()).filter(|row| row.met > weight && row.took > 0.0) {
+            let mean = row.took * row.took / row.met;
+            met += row.met;
+            means += mean;
+            within += (row.squares - mean).max(0.0);
+            levels += 1.0;
+        }
+        if met < EVIDENT * weight {
+            return self.fit.is_some_and(|fit| fit.steady);
+        }
+        within / means + ASSUMED * levels * weight / met < EVEN
     }
 
     /// Time that the level has lasted, microseconds.

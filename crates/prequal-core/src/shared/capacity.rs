@@ -15,6 +15,8 @@ pub struct Capacity {
     pub knee: u16,
     /// Whether the replica has shown no saturation, so that its knee may be higher.
     pub open: bool,
+    /// Whether requests take almost the same time as long as none waits.
+    pub steady: bool,
 }
 
 impl Capacity {
@@ -22,7 +24,7 @@ impl Capacity {
     /// has this latency; with more, the latency grows.
     pub fn at_face_value(latency_us: u32, rif: u32) -> Self {
         let knee = u16::try_from(rif.saturating_add(1)).unwrap_or(u16::MAX);
-        Self { base_us: latency_us.max(1), knee, open: false }
+        Self { base_us: latency_us.max(1), knee, open: false, steady: false }
     }
 
     /// Returns the expected latency of a request that finds `rif` others in flight, microseconds.

@@ -45,8 +45,8 @@ pub fn json(report: &LoadReport, timestamp_ms: u128) -> String {
         None => write!(text, "null,\"latency_us\":null"),
     };
     let _ = match report.capacity {
-        Some(Capacity { base_us, knee, open }) => {
-            write!(text, ",\"base_us\":{base_us},\"knee\":{knee},\"open\":{open}")
+        Some(Capacity { base_us, knee, open, steady }) => {
+            write!(text, ",\"base_us\":{base_us},\"knee\":{knee},\"open\":{open},\"steady\":{steady}")
         }
         None => text.write_str(",\"base_us\":null,\"knee\":null"),
     };

@@ -1,5 +1,5 @@
 //! The wire form of a load report: one header, `x-prequal-load: <rif>;<latency_us or empty>;<ip:port>[;key=value]`. The
-//! known keys are `probe`, `fail`, `up`, `base`, `knee` and `open`.
+//! known keys are `probe`, `fail`, `up`, `base`, `knee`, `open` and `steady`.
 //!
 //! The parser accepts any input that a hostile replica may send, and returns a bounded report or an error. It does not
 //! decide whether the report may be trusted: that depends on which replica was probed or served the request, and is
@@ -47,7 +47,8 @@ pub struct LoadReport {
     pub latency_us: Option<u32>,
     /// Base latency and knee ([`crate::server::capacity`]). On the wire: `base=` (microseconds, 1 to
     /// [`MAX_LATENCY_US`]) and `knee=` (requests in flight, 1 to 65 535), both or neither, with `open=1` if the knee
-    /// may be higher. `None` if the replica has served nothing yet or does not report them.
+    /// may be higher, and `steady=1` if requests take almost the same time. `None` if the replica has served nothing yet
+    /// or does not report them.
     pub capacity: Option<Capacity>,
     /// The replica's serving endpoint.
     pub endpoint: Option<Endpoint>,
@@ -73,7 +74,7 @@ impl LoadReport {
             return Err(ReportError::TooLong);
         }
         let mut report = Self::idle();
-        let (mut base, mut knee, mut open) = (None, None, false);
+        let (mut base, mut knee, mut open, mut steady) = (None, None, false, false);
         for (index, field) in header.split(|byte| *byte == b';').map(<[u8]>::trim_ascii).enumerate() {
             match index {
                 0 => report.rif = parse_rif(field)?,
@@ -86,6 +87,8 @@ impl LoadReport {
                         knee = Some(parse_number(value).unwrap_or(0));
                     } else if let Some(value) = field.strip_prefix(b"open=") {
                         open = value == b"1";
+                    } else if let Some(value) = field.strip_prefix(b"steady=") {
+                        steady = value == b"1";
                     } else if let Some(value) = field.strip_prefix(b"probe=") {
                         // A replica may move its probes to another port, never to another host.
                         let replica = report.endpoint;
@@ -103,7 +106,7 @@ impl LoadReport {
         if report.endpoint.is_none() {
             return Err(if header.contains(&b';') { ReportError::Endpoint } else { ReportError::Latency });
         }
-        report.capacity = parse_capacity(base, knee, open)?;
+        report.capacity = parse_capacity(base, knee, open, steady)?;
         Ok(report)
     }
 
@@ -152,10 +155,13 @@ impl fmt::Display for LoadReport {
         if let Some(up) = self.up_s {
             write!(f, ";up={up}")?;
         }
-        if let Some(Capacity { base_us, knee, open }) = self.capacity {
+        if let Some(Capacity { base_us, knee, open, steady }) = self.capacity {
             write!(f, ";base={base_us};knee={knee}")?;
             if open {
                 f.write_str(";open=1")?;
+            }
+            if steady {
+                f.write_str(";steady=1")?;
             }
         }
         Ok(())
@@ -192,14 +198,19 @@ fn parse_failing(digits: &[u8]) -> Result<u16, ReportError> {
 }
 
 /// Combines base latency and knee. Both or neither must be present, because one alone has no meaning.
-fn parse_capacity(base: Option<u32>, knee: Option<u32>, open: bool) -> Result<Option<Capacity>, ReportError> {
+fn parse_capacity(
+    base: Option<u32>,
+    knee: Option<u32>,
+    open: bool,
+    steady: bool,
+) -> Result<Option<Capacity>, ReportError> {
     let (base_us, knee) = match (base, knee) {
         (None, None) => return Ok(None),
         (Some(base_us), Some(knee)) => (base_us, u16::try_from(knee).map_err(|_| ReportError::Capacity)?),
         _ => return Err(ReportError::Capacity),
     };
     let sound = (1..=MAX_LATENCY_US).contains(&base_us) && knee > 0;
-    if sound { Ok(Some(Capacity { base_us, knee, open })) } else { Err(ReportError::Capacity) }
+    if sound { Ok(Some(Capacity { base_us, knee, open, steady })) } else { Err(ReportError::Capacity) }
 }
 
 /// Why a report was dropped. The label of each variant is the one used in metrics.
@@ -262,6 +273,8 @@ mod tests {
             "1;2;10.0.0.1:80;probe=10.0.0.1:9000;fail=1000;up=0",
             "1;2;10.0.0.1:80;base=1;knee=65535",
             "1;2;10.0.0.1:80;base=1;knee=3;open=1",
+            "1;2;10.0.0.1:80;base=1;knee=3;steady=1",
+            "1;2;10.0.0.1:80;base=1;knee=3;open=1;steady=1",
         ] {
             assert_eq!(LoadReport::parse(text).unwrap().to_string(), text);
         }
@@ -271,10 +284,14 @@ mod tests {
     fn unknown_fields_are_ignored() {
         let report = LoadReport::parse("3;5;127.0.0.1:80;age=7;x").unwrap();
         assert_eq!((report.rif, report.latency_us), (3, Some(5)));
-        // `open` qualifies a knee, and only the value 1 sets it.
-        for text in ["3;5;127.0.0.1:80;open=1", "3;5;127.0.0.1:80;base=5;knee=2;open=yes"] {
+        // `open` and `steady` qualify a knee, and only the value 1 sets them.
+        for text in ["3;5;127.0.0.1:80;open=1;steady=1", "3;5;127.0.0.1:80;base=5;knee=2;open=yes;steady=yes"]
+        {
             assert!(
-                !LoadReport::parse(text).unwrap().capacity.is_some_and(|capacity| capacity.open),
+                !LoadReport::parse(text)
+                    .unwrap()
+                    .capacity
+                    .is_some_and(|capacity| capacity.open || capacity.steady),
                 "{text}"
             );
         }
@@ -323,7 +340,7 @@ mod tests {
         #[test]
         fn no_input_panics_and_parsed_reports_print_back(header in prop_oneof![
             vec(any::<u8>(), 0..300),
-            "[0-9]{1,8} ?;[0-9]{0,11};(1[0-9]{0,2}\\.){3}[0-9]{1,3}:[0-9]{1,5}(;(fail|up|base|knee|open|x)=[0-9]{0,4}|;probe=[0-9.:]{0,20}){0,3}"
+            "[0-9]{1,8} ?;[0-9]{0,11};(1[0-9]{0,2}\\.){3}[0-9]{1,3}:[0-9]{1,5}(;(fail|up|base|knee|open|steady|x)=[0-9]{0,4}|;probe=[0-9.:]{0,20}){0,3}"
                 .prop_map(String::into_bytes),
         ]) {
             if let Ok(report) = LoadReport::parse(&header) {

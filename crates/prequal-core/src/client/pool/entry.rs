@@ -23,6 +23,11 @@ pub struct Candidate {
     pub age_ms: u32,
 }
 
+/// The knee may be higher.
+pub(super) const OPEN: u16 = 1;
+/// Requests take almost the same time as long as none waits.
+pub(super) const STEADY: u16 = 2;
+
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub(super) struct Entry {
@@ -45,8 +50,9 @@ pub(super) struct Entry {
     pub(super) share: u8,
     /// Share of its recent requests that failed, per mille.
     pub(super) failing: u16,
-    /// 1 if the knee may be higher.
-    pub(super) open: u16,
+    /// [`OPEN`] and [`STEADY`], from its [`Capacity`]. An older filter that shares the pool knows only the values 0 and
+    /// 1, and takes the others for 0.
+    pub(super) flags: u16,
     /// Its latest requests.
     pub(super) sent: Sent,
 }
@@ -59,7 +65,8 @@ impl Entry {
         placement: Placement,
         received: Stamp,
     ) -> Self {
-        let capacity = load.capacity.unwrap_or(Capacity { base_us: UNKNOWN, knee: 1, open: false });
+        let capacity =
+            load.capacity.unwrap_or(Capacity { base_us: UNKNOWN, knee: 1, open: false, steady: false });
         Self {
             base_us: capacity.base_us,
             knee: capacity.knee,
@@ -74,7 +81,7 @@ impl Entry {
             uses_left: 1,
             unproven: 0,
             failing: load.failing,
-            open: capacity.open.into(),
+            flags: if capacity.open { OPEN } else { 0 } | if capacity.steady { STEADY } else { 0 },
             sent: Sent::default(),
         }
     }
@@ -98,6 +105,11 @@ impl Entry {
         (u32::from(self.rif) * u32::from(Placement::UNIT)).div_ceil(u32::from(self.weight.max(1)))
     }
 
+    /// Whether one of [`OPEN`] and [`STEADY`] is set.
+    pub(super) fn is(&self, flag: u16) -> bool {
+        self.flags & flag != 0
+    }
+
     /// Whether its next request would wait, as far as is known.
     pub(super) fn is_saturated(&self) -> bool {
         self.capacity().is_some_and(|capacity| self.rif >= capacity.knee)
@@ -116,7 +128,12 @@ impl Entry {
 
     pub(super) fn capacity(&self) -> Option<Capacity> {
         let Self { base_us, knee, .. } = *self;
-        (base_us != UNKNOWN).then_some(Capacity { base_us, knee, open: self.open == 1 })
+        (base_us != UNKNOWN).then_some(Capacity {
+            base_us,
+            knee,
+            open: self.is(OPEN),
+            steady: self.is(STEADY),
+        })
     }
 
     pub(super) fn candidate(&self, now: Stamp) -> Candidate {

@@ -5,6 +5,7 @@
 
 use rand::Rng;
 
+use super::entry::{OPEN, STEADY};
 use super::noise::Noise;
 use super::rank::Order;
 use super::{Branch, Entry, MAX_POOL, UNKNOWN};
@@ -62,6 +63,8 @@ const FASTEST: u32 = 32;
 const CONGESTED: u32 = 3;
 /// Below the knee, having waited for a whole round of turns outweighs this many requests in flight.
 const TURN: u32 = 5;
+/// Where latencies vary, a busy replica was just chosen if that is less than this part of a round ago.
+const JUST_CHOSEN: u32 = 4;
 /// Upper bound of a credit: more than the slowest replica at the highest RIF could cost.
 const MOST_CREDIT: f32 = 1e30;
 
@@ -75,6 +78,8 @@ pub(super) struct Predicted {
     /// not its knee: a knee of 1 with a base latency of 5 ms, and one of 24 with 120 ms, are equally plausible. So only
     /// the latency counts, which depends on the rate, and the knee decides nothing.
     congested: bool,
+    /// Whether the latencies of most replicas are steady.
+    steady: bool,
     /// Entries up to this multiple of the lowest cost count as equal.
     band: f32,
     /// A home may cost this multiple of the lowest cost.
@@ -108,6 +113,7 @@ impl Predicted {
             usual_us: summary.usual_base_us(entries),
             lowest: f32::MAX,
             congested,
+            steady: summary.steady * 2 > summary.known,
             band: if summary.uneven { WEIGHTED_BAND } else { BAND * (1.0 + noise.error()) },
             home: if congested { HOME.sqrt() } else { HOME },
             weighted_knee: None,
@@ -144,7 +150,7 @@ impl Predicted {
     fn capacity(&self, entry: &Entry) -> Capacity {
         let capacity = entry.capacity();
         let capacity = capacity.map(|known| Capacity { base_us: known.base_us.max(self.least_us), ..known });
-        let typical = Capacity { base_us: self.usual_us, knee: self.usual_knee, open: false };
+        let typical = Capacity { base_us: self.usual_us, knee: self.usual_knee, open: false, steady: false };
         match (capacity, self.weighted_knee) {
             (Some(known), Some(knee)) => Capacity { knee, ..known },
             (Some(known), None) if self.learning && is_like(known, typical) => typical,
@@ -153,7 +159,7 @@ impl Predicted {
                 Capacity { knee, ..known }
             }
             (Some(known), None) => known,
-            (None, _) => Capacity { base_us: self.usual_us, knee: 1, open: false },
+            (None, _) => Capacity { base_us: self.usual_us, knee: 1, open: false, steady: false },
         }
     }
 
@@ -276,10 +282,17 @@ impl Trials {
 
 /// Rank of an entry. The first criterion is whether its cost is beyond the band. Entries beyond the band are ranked by
 /// cost, the others by requests in flight, then by the age of the report, then by turn. A replica below its knee serves
-/// every request at once, so its RIF is not a criterion of its own: the age of the report and then the turn decide, and
-/// the turn weighs the RIF against the time since the replica was last chosen ([`TURN`]). Taking turns spaces requests
-/// evenly. Where all requests take the same time, this keeps queues short, as in round robin. While most replicas
-/// are congested, or where weights differ, RIF is a criterion below the knee too.
+/// every request at once, so its RIF does not count before the age of its report. While most replicas are congested, or
+/// where weights differ, it does.
+///
+/// Where latencies are steady, the turn weighs the RIF against the time since the replica was last chosen ([`TURN`]).
+/// Taking turns spaces requests evenly. Where all requests take the same time, this keeps queues short, as in round
+/// robin.
+///
+/// Where latencies vary, the lowest RIF decides, as the knee is less certain. Idle replicas then take turns. Among busy
+/// ones, chance decides: of those with equally many requests in flight, the one chosen longest ago is likely to be at a
+/// long request. Only those that were just chosen ([`JUST_CHOSEN`]) come last, as their reports may not count that
+/// request yet.
 ///
 /// The parts are packed into one number, because every pick compares the ranks of all entries. From the highest bit
 /// down: one bit for the first, 31 for the second, 32 for the others.
@@ -308,7 +321,11 @@ impl Order for Predicted {
         let age = u32::BITS - (self.now.distance_ms(entry.received) >> self.fresh_log2).leading_zeros();
         let age = if age < knee { 0 } else { age / knee };
         let waited = u32::from(self.picks.wrapping_sub(entry.chosen)).min(self.count);
-        let turn = u32::from(entry.rif) * self.count + TURN * (self.count - waited);
+        let turn = match u32::from(entry.rif) {
+            rif if self.steady => rif * self.count + TURN * (self.count - waited),
+            0 => self.count - waited,
+            rif => rif * 2 * self.count + u32::from(waited < self.count.div_ceil(JUST_CHOSEN)),
+        };
         // The load is below 2^25, even at the lowest weight.
         u64::from(load) << 32 | u64::from(age << 24 | turn.min((1 << 24) - 1))
     }
@@ -359,6 +376,9 @@ struct Summary {
     uneven: bool,
     /// Number of congested replicas.
     congested: usize,
+    /// Number of replicas with a known capacity, and of those whose latencies are steady.
+    known: usize,
+    steady: usize,
     /// The lowest and the highest of the known base latencies.
     least_us: u32,
     most_us: u32,
@@ -372,14 +392,18 @@ impl Summary {
             needs_knee: learning,
             uneven: false,
             congested: 0,
+            known: 0,
+            steady: 0,
             least_us: UNKNOWN,
             most_us: 0,
         };
         for entry in entries {
             let unknown = entry.base_us == UNKNOWN;
             all.needs_base |= unknown;
-            all.needs_knee |= entry.open != 0;
+            all.needs_knee |= entry.is(OPEN);
             all.uneven |= entry.weight != weight;
+            all.known += usize::from(!unknown);
+            all.steady += usize::from(entry.is(STEADY));
             all.congested += usize::from(u32::from(entry.rif) >= CONGESTED * u32::from(entry.knee));
             all.least_us = all.least_us.min(entry.base_us);
             all.most_us = all.most_us.max(if unknown { 0 } else { entry.base_us });

@@ -211,7 +211,7 @@ fn rif_after_a_probe(settings: PoolSettings, sent_ms: u64, reported: u32, anothe
         assert_eq!(scene.pick_predicted(1).replica, Some(replica(2)));
         scene.capable(1, 1, 2, 20, 4);
     }
-    let capacity = Some(Capacity { base_us: 20_000, knee: 4, open: false });
+    let capacity = Some(Capacity { base_us: 20_000, knee: 4, open: false, steady: false });
     let load = Load { capacity, ..Load::at_face_value(reported, Some(20_000)) };
     let load = Load { source: Source::Probe, ..load };
     let at = ms(1 + sent_ms);
@@ -953,7 +953,7 @@ fn while_most_latencies_are_unknown_busy_replicas_count_as_hot() {
 
 #[test]
 fn while_all_known_replicas_are_saturated_the_others_are_probed() {
-    let capacity = Some(Capacity { base_us: 10_000, knee: 4, open: false });
+    let capacity = Some(Capacity { base_us: 10_000, knee: 4, open: false, steady: false });
     let sent = |members: u32, rif: u32, weight: u16| {
         let budget = Budget::Adaptive { target_age_ms: 500, max_probes_per_query: 0.5 };
         let mut scene = Scene::new(PoolSettings { budget, ..plain() });
@@ -986,7 +986,7 @@ impl Scene {
     }
     /// Records a report of base latency and knee.
     fn capable(&mut self, at: u64, n: u16, rif: u32, base_ms: u32, knee: u16) {
-        self.reports(at, n, rif, Capacity { base_us: base_ms * 1000, knee, open: false });
+        self.reports(at, n, rif, Capacity { base_us: base_ms * 1000, knee, open: false, steady: false });
     }
 
     fn reports(&mut self, at: u64, n: u16, rif: u32, capacity: Capacity) {
@@ -1020,7 +1020,7 @@ fn shares<const N: usize>(
 #[test]
 fn among_answers_the_lowest_predicted_latency_wins() {
     let answer = |n, rif, base_ms: u32, knee| {
-        let capacity = Some(Capacity { base_us: base_ms * 1000, knee, open: false });
+        let capacity = Some(Capacity { base_us: base_ms * 1000, knee, open: false, steady: false });
         let load = Load { capacity, ..Load::at_face_value(rif, Some(base_ms * 1000)) };
         crate::client::sync_mode::Answer {
             replica: replica(n),
@@ -1059,7 +1059,7 @@ fn among_answers_the_lowest_predicted_latency_wins() {
 #[test]
 fn a_home_of_the_hint_is_chosen_unless_it_costs_twice_as_much() {
     let answer = |knee, n, rif, home| {
-        let capacity = Some(Capacity { base_us: 20_000, knee, open: false });
+        let capacity = Some(Capacity { base_us: 20_000, knee, open: false, steady: false });
         let load = Load { capacity, ..Load::at_face_value(rif, Some(20_000)) };
         crate::client::sync_mode::Answer { replica: replica(n), load, placement: Placement::even(0), home }
     };
@@ -1090,13 +1090,13 @@ fn in_a_congested_pool_a_high_knee_attracts_no_requests() {
     let picks = |rif: u32| {
         shares::<4>(&mut Scene::new(plain()), 1000, |n| {
             let (base_us, knee, rif) = if n == 0 { (120_000, 24, rif + 4) } else { (5000, 1, rif) };
-            let capacity = Some(Capacity { base_us, knee, open: false });
+            let capacity = Some(Capacity { base_us, knee, open: false, steady: false });
             (Load { capacity, ..Load::at_face_value(rif, Some(base_us)) }, placement(0, 1.0))
         })
     };
     assert!(picks(20)[0] <= 2, "{:?}", picks(20));
     // Only one of two replicas is congested, so the knees count. The other is far below its knee.
-    let capacity = |base_us, knee| Some(Capacity { base_us, knee, open: false });
+    let capacity = |base_us, knee| Some(Capacity { base_us, knee, open: false, steady: false });
     let idle = shares::<2>(&mut Scene::new(plain()), 1000, |n| {
         let (capacity, rif) = if n == 0 { (capacity(60_000, 24), 3) } else { (capacity(20_000, 1), 9) };
         (Load { capacity, ..Load::at_face_value(rif, Some(20_000)) }, placement(0, 1.0))
@@ -1109,7 +1109,7 @@ fn by_predicted_latency_equals_share_by_weight_and_a_slow_heavy_one_is_avoided()
     let slow_first = |slow_ms: u32| {
         shares::<4>(&mut Scene::new(plain()), 8000, |n| {
             let base_us = if n == 0 { slow_ms * 1000 } else { 20_000 };
-            let capacity = Some(Capacity { base_us, knee: 8, open: false });
+            let capacity = Some(Capacity { base_us, knee: 8, open: false, steady: false });
             let load = Load { capacity, ..Load::at_face_value(0, Some(base_us)) };
             (load, placement(0, if n % 2 == 0 { 1.5 } else { 0.5 }))
         })
@@ -1135,13 +1135,18 @@ fn by_predicted_latency_a_young_replica_takes_a_share_that_grows_with_its_age() 
 }
 
 #[test]
-fn replicas_of_equal_cost_are_chosen_in_turn() {
+fn idle_replicas_of_equal_cost_are_chosen_in_turn() {
+    [false, true].into_iter().for_each(are_chosen_in_turn);
+}
+
+fn are_chosen_in_turn(steady: bool) {
     let mut scene = Scene::new(plain());
     let picks = |scene: &mut Scene, at: u64| {
         let mut turn: Vec<_> = (0..8)
             .map(|_| {
                 // All answer at once, so that only the order of turns distinguishes them.
-                (0..8).for_each(|n| scene.capable(at, n, 0, 20, 4));
+                let capacity = Capacity { base_us: 20_000, knee: 4, open: false, steady };
+                (0..8).for_each(|n| scene.reports(at, n, 0, capacity));
                 scene.pick_predicted(at).replica.unwrap()
             })
             .collect();
@@ -1156,6 +1161,52 @@ fn replicas_of_equal_cost_are_chosen_in_turn() {
     for at in 1..9000 {
         assert_eq!(picks(&mut scene, at), first, "{at}");
     }
+}
+
+/// Share of 300 picks that go to replica 3. Eight equal replicas are below their knee of 8. Replica 3 was chosen last
+/// and has one request in flight, the others have `others`. The latencies of `steady` replicas are steady.
+fn share_of_the_one_just_chosen(others: u32, steady: u16) -> f64 {
+    let mut scene = Scene::new(plain());
+    let mut picks = 0;
+    // At first, no replica has waited for a whole round.
+    const WARM_UP: u64 = 10;
+    for at in 0..WARM_UP + 300 {
+        // Only replica 3 is below the knee, so that it is chosen.
+        let hear = |scene: &mut Scene, n: u16, rif: u32| {
+            scene.reports(at, n, rif, Capacity { base_us: 20_000, knee: 8, open: false, steady: n < steady });
+        };
+        (0..8).for_each(|n| hear(&mut scene, n, if n == 3 { 0 } else { 8 }));
+        assert_eq!(scene.pick_predicted(at).replica, Some(replica(3)));
+        (0..8).for_each(|n| hear(&mut scene, n, if n == 3 { 1 } else { others }));
+        let again = scene.pick_predicted(at).replica == Some(replica(3));
+        picks += u32::from(again && at >= WARM_UP);
+    }
+    f64::from(picks) / 300.0
+}
+
+#[test]
+fn below_the_knee_the_lowest_rif_wins_unless_most_latencies_are_steady() {
+    // With steady latencies, a whole round of turns outweighs four requests in flight.
+    assert_eq!(share_of_the_one_just_chosen(4, 5), 0.0, "five of eight are steady");
+    assert_eq!(share_of_the_one_just_chosen(4, 4), 1.0, "four of eight are steady");
+    assert_eq!(share_of_the_one_just_chosen(4, 0), 1.0, "none is steady");
+}
+
+#[test]
+fn among_busy_replicas_with_varying_latencies_chance_decides_but_the_one_just_chosen_comes_last() {
+    assert_eq!(share_of_the_one_just_chosen(1, 0), 0.0);
+    let mut scene = Scene::new(plain());
+    let mut orders = std::collections::HashSet::new();
+    for at in 0..20 {
+        let order = [(); 8].map(|()| {
+            (0..8).for_each(|n| scene.capable(at, n, 1, 20, 4));
+            scene.pick_predicted(at).replica.unwrap()
+        });
+        // A quarter of a round is two picks.
+        assert!(order.windows(3).all(|of| of[0] != of[1] && of[0] != of[2]), "{order:?}");
+        orders.insert(order);
+    }
+    assert!(orders.len() > 10, "{orders:?}");
 }
 
 #[test]
@@ -1185,7 +1236,7 @@ fn are_equal(other_ms: u32, change: impl Fn(u64, u16) -> f64) -> bool {
         for n in 2..10 {
             let factor = if (round + u64::from(n)) % 2 == 0 { change(round, n) } else { 1.0 };
             let base_us = (40_000.0 * factor) as u32;
-            scene.reports(round * 500, n, 9, Capacity { base_us, knee: 1, open: false });
+            scene.reports(round * 500, n, 9, Capacity { base_us, knee: 1, open: false, steady: false });
         }
     }
     let now = ROUNDS * 500;
@@ -1322,7 +1373,7 @@ fn while_a_client_learns_a_faster_replica_is_used_as_it_reports() {
 
 #[test]
 fn a_newcomers_limit_doubles_up_to_that_of_the_others() {
-    let of = |knee, open| held(Capacity { base_us: 20_000, knee, open });
+    let of = |knee, open| held(Capacity { base_us: 20_000, knee, open, steady: false });
     assert_eq!([of(1, false), of(1, true)], [1, 2]);
     assert_eq!([of(2, false), of(2, true)], [2, 4]);
     // Twice 6 would exceed the knee of the others, so the limit is that knee, 8.
@@ -1332,7 +1383,7 @@ fn a_newcomers_limit_doubles_up_to_that_of_the_others() {
 #[test]
 fn a_lying_replica_does_not_raise_a_newcomers_limit() {
     let mut scene = Scene::new(plain());
-    let newcomer = Capacity { base_us: 20_000, knee: 1, open: true };
+    let newcomer = Capacity { base_us: 20_000, knee: 1, open: true, steady: false };
     let picks = (0..200u64).filter(|at| {
         (0..3).for_each(|n| scene.capable(*at, n, 0, 20, 1));
         scene.capable(*at, 4, 500, 20, u16::MAX);
@@ -1397,7 +1448,7 @@ fn a_busy_replica_is_not_tried_even_if_another_report_improves() {
 /// Runs ten replicas that take 20 ms per request. One of them reports a base latency of a microsecond, a knee of one,
 /// and its true RIF. Envoy's own policy is round robin. A request comes every `every_us`. Returns the number of
 /// requests that each replica served, and the number that Envoy's policy placed.
-fn with_a_liar(every_us: u64, burst_guard: bool) -> ([usize; 10], usize) {
+fn with_a_liar(every_us: u64, burst_guard: bool, steady: bool) -> ([usize; 10], usize) {
     const TAKES_US: u64 = 20_000;
     const LIAR: usize = 0;
     let mut scene = Scene::new(PoolSettings { burst_guard, ..Profile::Default.pool_settings() });
@@ -1408,7 +1459,8 @@ fn with_a_liar(every_us: u64, burst_guard: bool) -> ([usize; 10], usize) {
         let now = 5_000_000 + request * every_us;
         let mut hear = |n: usize, rif: usize| {
             let base_us = if n == LIAR { 1 } else { 19_000 + 200 * n as u32 };
-            let capacity = Some(Capacity { base_us, knee: if n == LIAR { 1 } else { 4 }, open: false });
+            let capacity =
+                Some(Capacity { base_us, knee: if n == LIAR { 1 } else { 4 }, open: false, steady });
             let load = Load { capacity, ..Load::at_face_value(rif as u32, Some(base_us)) };
             let (at, placement) = (Micros(ms(0).0 + now), Placement::even(0));
             scene.pool.record(&scene.settings, at, replica(n as u16), load, placement, &mut scene.rng);
@@ -1437,8 +1489,10 @@ fn a_lying_replica_changes_only_its_own_share() {
     // `burst_guard` leaves requests to Envoy's policy where even the best replica has far more in flight than usual. A
     // liar would be that best replica. But it has too few requests in flight to trigger `burst_guard`, so the liar
     // needs no special treatment there.
-    for (every_us, burst_guard) in [(4000, true), (1000, true), (500, true), (1000, false)] {
-        let (served, by_envoy) = with_a_liar(every_us, burst_guard);
+    let cases = [(4000, true), (1000, true), (500, true), (1000, false)];
+    for ((every_us, burst_guard), steady) in cases.into_iter().flat_map(|case| [(case, false), (case, true)])
+    {
+        let (served, by_envoy) = with_a_liar(every_us, burst_guard, steady);
         assert!(
             by_envoy <= 2,
             "{every_us} us: {by_envoy} by Envoy's policy, not only those before there was a pool"

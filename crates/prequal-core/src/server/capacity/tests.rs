@@ -224,7 +224,7 @@ fn a_single_request_sets_the_base_latency_however_long_it_took() {
         let ticket = tracker.start(ms(0));
         assert_eq!(tracker.capacity(ms(took)), None, "never a departure");
         tracker.finish(ticket, ms(took), Outcome::Success);
-        let expected = Capacity { base_us: took as u32 * 1000, knee: 1, open: true };
+        let expected = Capacity { base_us: took as u32 * 1000, knee: 1, open: true, steady: false };
         assert_eq!(tracker.capacity(ms(took + 100)), Some(expected));
         // With one response per hour, the last fit is kept.
         assert_eq!(tracker.capacity(ms(took + 3_600_000)), Some(expected));
@@ -259,7 +259,7 @@ fn a_replica_that_answers_one_request_an_hour_stays_known_and_in_use() {
         // Its clients, which also get reports of nine replicas with a higher knee, still send to it.
         pool.set_members(10, 0, ms(now));
         for n in 0..10 {
-            let theirs = Capacity { base_us: 40_000, knee: 4, open: false };
+            let theirs = Capacity { base_us: 40_000, knee: 4, open: false, steady: false };
             let capacity = if n == 0 { tracker.capacity(ms(now)) } else { Some(theirs) };
             let load =
                 crate::wire::load::Load { capacity, ..crate::wire::load::Load::at_face_value(0, None) };
@@ -270,6 +270,64 @@ fn a_replica_that_answers_one_request_an_hour_stays_known_and_in_use() {
         picked += picks.filter(|picked| *picked == replica(0)).count();
     }
     assert!(picked >= 1000, "{picked} of 10 000 requests, a tenth of them is fair");
+}
+
+/// Share of the reports from 12 to 30 s that say that latencies are steady.
+fn steady(slots: usize, per_s: f64, mut service_ms: impl FnMut(&mut SmallRng) -> f64) -> f64 {
+    let (mut count, mut steady) = (0, 0);
+    for half in 24..60 {
+        let (mut tracker, now) = serve(slots, per_s, f64::from(half) / 2.0, &mut service_ms, always);
+        count += 1;
+        steady += i32::from(tracker.capacity(now).unwrap().steady);
+    }
+    f64::from(steady) / f64::from(count)
+}
+
+/// One request in `every` takes `long_ms`, the others 10 ms.
+fn rarely(every: u32, long_ms: f64) -> impl FnMut(&mut SmallRng) -> f64 {
+    move |rng| if rng.random_range(0..every) == 0 { long_ms } else { 10.0 }
+}
+
+#[test]
+fn latencies_are_steady_if_requests_take_almost_the_same_time() {
+    // At 20, 50 and 90 % load, queues included.
+    for per_s in [20.0, 50.0, 90.0] {
+        assert_eq!(steady(4, per_s, |_| 40.0), 1.0, "identical, {per_s}/s");
+        let alike = steady(4, per_s, |rng| rng.random_range(30.0..50.0));
+        assert_eq!(alike, 1.0, "alike, {per_s}/s");
+    }
+    assert_eq!(steady(1, 2.5, |_| 200.0), 1.0, "one slot, few requests");
+    assert_eq!(steady(8, 4.0, |_| 1000.0), 1.0, "eight slots, few requests");
+    assert_eq!(steady(1, 0.2, |_| 40.0), 0.0, "too few requests to tell");
+}
+
+#[test]
+fn latencies_stay_steady_while_too_few_requests_come_to_tell() {
+    let (mut tracker, now) = serve(4, 50.0, 20.0, |_| 40.0, always);
+    assert!(tracker.capacity(now).unwrap().steady);
+    // Three minutes later, the earlier requests have faded, and one takes far longer.
+    let late = Micros(now.0 + 180_000_000);
+    let ticket = tracker.start(late);
+    let end = Micros(late.0 + 400_000);
+    tracker.finish(ticket, end, Outcome::Success);
+    assert!(tracker.capacity(Micros(end.0 + 100_000)).unwrap().steady);
+}
+
+#[test]
+fn latencies_are_not_steady_if_some_requests_take_longer() {
+    for per_s in [20.0, 50.0, 90.0] {
+        let exponential = steady(4, per_s, exponential(40.0));
+        assert!(exponential < 0.1, "{per_s}/s: {exponential}");
+    }
+    // One in 20 and one in 100, four and 32 slots, 80 % load.
+    for (every, long_ms) in [(20, 400.0), (100, 2000.0)] {
+        let mean = (10.0 * f64::from(every - 1) + long_ms) / f64::from(every);
+        for slots in [4, 32] {
+            let per_s = 0.8 * slots as f64 / mean * 1e3;
+            let share = steady(slots, per_s, rarely(every, long_ms));
+            assert!(share < 0.1, "one in {every}, {slots} slots: {share}");
+        }
+    }
 }
 
 #[test]
@@ -534,10 +592,10 @@ fn a_worker_without_requests_learns_from_another_at_any_rate() {
 
 #[test]
 fn cost_is_flat_up_to_the_knee_and_square_beyond() {
-    let capacity = Capacity { base_us: 1000, knee: 4, open: false };
+    let capacity = Capacity { base_us: 1000, knee: 4, open: false, steady: false };
     assert_eq!([0, 3, 7].map(|rif| capacity.cost(rif)), [1000.0, 1000.0, 4000.0]);
     assert_eq!([0, 3, 7].map(|rif| capacity.latency_us(rif)), [1000, 1000, 2000]);
-    let liar = Capacity { base_us: MAX_LATENCY_US, knee: 1, open: false };
+    let liar = Capacity { base_us: MAX_LATENCY_US, knee: 1, open: false, steady: false };
     assert!(liar.cost(u32::MAX).is_finite() && liar.latency_us(u32::MAX) == MAX_LATENCY_US);
     let old_agent = Capacity::at_face_value(5000, 3);
     assert_eq!([0, 3, 4].map(|rif| old_agent.latency_us(rif)), [5000, 5000, 6250]);
