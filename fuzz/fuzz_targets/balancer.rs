@@ -98,10 +98,11 @@ fn report(script: &mut Script<'_>) -> LoadReport {
         0 => format!("{rif};;{endpoint}"),
         1 => format!("{rif};{latency};{endpoint};fail={fail}"),
         2 => format!(
-            "{rif};{latency};{endpoint};base={};knee={};steady={}",
+            "{rif};{latency};{endpoint};base={};knee={};steady={};rse={}",
             latency / 2 + 1,
             u32::from(rif) + 1,
-            rif % 2
+            rif % 2,
+            fail % 256
         ),
         _ => format!("{rif};{latency};{endpoint};up={rif};probe={}", endpoint.with_port(9000)),
     };

@@ -56,6 +56,7 @@ fn step(
                     knee: u16::from(script.byte()) + 1,
                     open: script.bit(),
                     steady: script.bit(),
+                    rse_percent: script.byte(),
                 }),
                 up_s: script.bit().then(|| script.byte().into()),
                 failing: u16::from(script.byte()) % 1001,

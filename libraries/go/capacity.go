@@ -15,6 +15,8 @@ const (
 	steadyKnee   = 3
 	even         = 0.2
 	evident      = 4.0
+	exponential  = 1.0
+	mostRse      = 255.0
 	many         = 6.0
 	narrow       = 0.02
 	clearly      = 0.005
@@ -34,6 +36,8 @@ const (
 type capacity struct {
 	baseUs, knee uint32
 	open, steady bool
+	// The relative standard error of the base latency, percent.
+	rsePercent uint32
 }
 
 func (c capacity) crowding(rif uint32) float64 {
@@ -56,6 +60,8 @@ type levels struct {
 	rows   []row
 	logs   []float64
 	scores []score
+	// Sum of the squares of the weights of the good responses that left.
+	leftSquares float64
 	// When the last good response left, and at which level its burst began.
 	burstAt    uint64
 	burstLevel uint32
@@ -104,6 +110,7 @@ func (l *levels) served(now uint64, level, arrivedAs, latencyUs uint32) {
 	weight := l.weight(now)
 	level = l.levelOfBurst(now, max(level, 1), uint64(latencyUs/together))
 	l.row(level).left += weight
+	l.leftSquares += weight * weight
 	if arrivedAs > 1 {
 		l.single.answered(now, weight, latencyUs)
 	}
@@ -124,6 +131,7 @@ func (l *levels) startAnew(now uint64) {
 	l.origin, l.latest, l.since, l.begun = now, now, now, true
 	squares := 2 * took * took / max(answers, 1)
 	*l.row(1) = row{time: took, left: answers, met: answers, took: took, squares: squares}
+	l.leftSquares = answers
 	l.isFitted = false
 }
 
@@ -219,7 +227,15 @@ func (l *levels) fitted(weight float64, running row) (capacity, bool) {
 		if alone || s.score >= best-doubt {
 			base := min(max(s.effort/all.left, 1), maxLatencyUs)
 			knee := uint32(i + 1)
-			return capacity{uint32(base), knee, l.beyond.isOpen(l.latest), l.isSteady(knee, weight)}, true
+			// As many equally recent responses would show the base latency as precisely.
+			responses := all.left * all.left / (l.leftSquares + running.left*running.left)
+			variation, known := l.variation(knee, responses/max(all.met, tiny))
+			isSteady := variation < even
+			if !known {
+				variation, isSteady = exponential, l.known && l.fit.steady
+			}
+			rse := min(100*math.Sqrt(variation/responses), mostRse)
+			return capacity{uint32(base), knee, l.beyond.isOpen(l.latest), isSteady, uint32(rse)}, true
 		}
 	}
 	return capacity{}, false
@@ -240,12 +256,12 @@ func (l *levels) steadiness(weight float64) float64 {
 	return min(max(steady/variation, 1), mostSteady)
 }
 
-// isSteady reports whether latencies vary little within the levels up to the knee. If too few requests arrived at these
-// levels, the last answer stands.
-func (l *levels) isSteady(knee uint32, weight float64) bool {
+// variation returns the squared coefficient of variation of the latencies within the levels up to the knee. It is not
+// known if too few requests arrived at these levels. A weight of 1 stands for each responses.
+func (l *levels) variation(knee uint32, each float64) (squared float64, known bool) {
 	var met, means, within, count float64
 	for _, r := range l.rows[:min(int(knee), len(l.rows))] {
-		if r.met > weight && r.took > 0 {
+		if r.took > 0 {
 			mean := r.took * r.took / r.met
 			met += r.met
 			means += mean
@@ -253,10 +269,11 @@ func (l *levels) isSteady(knee uint32, weight float64) bool {
 			count++
 		}
 	}
-	if met < evident*weight {
-		return l.known && l.fit.steady
+	responses := met * each
+	if responses < evident {
+		return 0, false
 	}
-	return within/means+assumed*count*weight/met < even
+	return within/means + assumed*count/responses, true
 }
 
 func (l *levels) elapsed(now uint64) float64 {
@@ -293,6 +310,7 @@ func (l *levels) weight(now uint64) float64 {
 			used = i + 1
 		}
 	}
+	l.leftSquares /= weight * weight
 	l.single.scale(weight)
 	l.rows, l.logs = l.rows[:used], l.logs[:used]
 	l.origin = now

@@ -179,7 +179,7 @@ func (l *Load) report(leaving *Request, means bool) *Report {
 	}
 	serves := l.config.ORCALimit
 	if c, known := l.tracker.capacity(now, leaves != nil); known {
-		r.Capacity = &Capacity{c.baseUs, c.knee, c.open, c.steady}
+		r.Capacity = &Capacity{c.baseUs, c.knee, c.open, c.steady, c.rsePercent}
 		if !c.open {
 			serves = c.knee
 		}

@@ -36,6 +36,8 @@ type Capacity struct {
 	Open bool
 	// Steady is true if requests take almost the same time as long as none waits.
 	Steady bool
+	// RSEPercent is the relative standard error of the base latency, percent, 0 to 255.
+	RSEPercent uint32
 }
 
 // String returns the value of the header x-prequal-load.
@@ -63,6 +65,9 @@ func (r *Report) String() string {
 		if c.Steady {
 			text.WriteString(";steady=1")
 		}
+		if c.RSEPercent > 0 {
+			fmt.Fprintf(&text, ";rse=%d", c.RSEPercent)
+		}
 	}
 	return text.String()
 }
@@ -78,6 +83,7 @@ func (r *Report) json(timestampMs int64) string {
 	}
 	if c := r.Capacity; c != nil {
 		fmt.Fprintf(&text, `,"base_us":%d,"knee":%d,"open":%t,"steady":%t`, c.BaseUs, c.Knee, c.Open, c.Steady)
+		fmt.Fprintf(&text, `,"rse_percent":%d`, c.RSEPercent)
 	} else {
 		text.WriteString(`,"base_us":null,"knee":null`)
 	}

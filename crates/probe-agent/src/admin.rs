@@ -96,7 +96,7 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
         )?;
         writeln!(out, "prequal_agent_latency_median_seconds {}", seconds(u64::from(us)))?;
     }
-    if let Some(Capacity { base_us, knee, open, steady }) = load.capacity() {
+    if let Some(Capacity { base_us, knee, open, steady, rse_percent }) = load.capacity() {
         let name = "prequal_agent_base_latency_seconds";
         head(
             out,
@@ -123,6 +123,9 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
         let name = "prequal_agent_latency_steady";
         head(out, name, "gauge", "1 while requests that need not wait take almost the same time.")?;
         writeln!(out, "{name} {}", u8::from(steady))?;
+        let name = "prequal_agent_base_latency_error_ratio";
+        head(out, name, "gauge", "Relative standard error of the base latency, 0 to 2.55.")?;
+        writeln!(out, "{name} {}", f64::from(rse_percent) / 100.0)?;
     }
     head(
         out,

@@ -298,7 +298,7 @@ mod tests {
         let response = service.call(get("/x")).await.unwrap();
         let report = response.headers()["x-prequal-load"].to_str().unwrap();
         assert!(report.starts_with("0;;10.0.0.7:80;up=0;base="), "the ending request is left out: {report}");
-        assert!(report.ends_with(";knee=1;open=1"), "the ending request counts as served: {report}");
+        assert!(report.ends_with(";knee=1;open=1;rse=100"), "the ending request counts as served: {report}");
         assert_eq!(load.rif(), 1);
         assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "hello");
         assert_eq!(load.rif(), 0);

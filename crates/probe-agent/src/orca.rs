@@ -181,7 +181,7 @@ mod tests {
             utilization_micro: Some(375_000),
             rates: Window { ended_milli: 12_500, failed_milli: 40, rif_micro: 3_000_000 },
             rif: 3,
-            capacity: Some(Capacity { base_us: 40_000, knee: 8, open: false, steady: false }),
+            capacity: Some(Capacity::new(40_000, 8)),
             backend: None,
         }
     }

@@ -21,6 +21,8 @@ MOST_STEADY = 16.0
 STEADY_KNEE = 3
 EVEN = 0.2
 EVIDENT = 4.0
+EXPONENTIAL = 1.0
+MOST_RSE = 255.0
 MANY = 6.0
 NARROW = 0.02
 CLEARLY = 0.005
@@ -45,6 +47,8 @@ class Capacity(NamedTuple):
     open: bool
     #: Whether requests take almost the same time as long as none waits.
     steady: bool
+    #: Relative standard error of the base latency, percent.
+    rse_percent: int
 
 
 class Row:
@@ -71,6 +75,8 @@ class Levels:
         self.level = 0
         self._rows: list[Row] = []
         self._logs: list[float] = []
+        #: Sum of the squares of the weights of the good responses that left.
+        self._left_squares = 0.0
         #: When the last good response left, and at which level its burst began.
         self._burst = (0, 0)
         self._since: int | None = None
@@ -111,6 +117,7 @@ class Levels:
         weight = self._weight(now)
         level = self._level_of_burst(now, max(level, 1), latency_us // TOGETHER)
         self._row(level).left += weight
+        self._left_squares += weight * weight
         if arrived_as > 1:
             self._single.answered(now, weight, latency_us)
         arrived = self._row(max(arrived_as, 1))
@@ -127,6 +134,7 @@ class Levels:
         self._rows, self._logs = [Row(took, answers, answers, took, squares)], [0.0]
         self._single.start_anew()
         self._origin, self._latest, self._since = now, now, now
+        self._left_squares = answers
         self._fitted_at = None
 
     def _level_of_burst(self, now: int, level: int, together: int) -> int:
@@ -207,7 +215,15 @@ class Levels:
         for k, (score, effort) in enumerate(scores, 1):
             if alone or score >= best - DOUBT:
                 base = min(max(effort / all_left, 1.0), float(MAX_LATENCY_US))
-                return Capacity(int(base), k, self._beyond.is_open(self._latest), self._is_steady(k, weight))
+                # As many equally recent responses would show the base latency as precisely.
+                responses = all_left * all_left / (self._left_squares + leaves * leaves)
+                variation = self._variation(k, responses / all_met)
+                if variation is None:
+                    variation, steady = EXPONENTIAL, self._fit is not None and self._fit.steady
+                else:
+                    steady = variation < EVEN
+                rse = min(100.0 * math.sqrt(variation / responses), MOST_RSE)
+                return Capacity(int(base), k, self._beyond.is_open(self._latest), steady, int(rse))
         return None
 
     def _steadiness(self, weight: float) -> float:
@@ -221,22 +237,23 @@ class Levels:
                 variation = min(variation, squared + ASSUMED * weight / row.met)
         return min(max(STEADY / variation, 1.0), MOST_STEADY)
 
-    def _is_steady(self, knee: int, weight: float) -> bool:
-        """Returns whether latencies vary little within the levels up to the knee.
+    def _variation(self, knee: int, each: float) -> float | None:
+        """Returns the squared coefficient of variation of the latencies within the levels up to the knee.
 
-        If too few requests arrived at these levels, the last answer stands.
+        Returns `None` if too few requests arrived at these levels. A weight of 1 stands for `each` responses.
         """
         met = means = within = levels = 0.0
         for row in self._rows[:knee]:
-            if row.met > weight and row.took > 0.0:
+            if row.took > 0.0:
                 mean = row.took * row.took / row.met
                 met += row.met
                 means += mean
                 within += max(row.squares - mean, 0.0)
                 levels += 1.0
-        if met < EVIDENT * weight:
-            return self._fit is not None and self._fit.steady
-        return within / means + ASSUMED * levels * weight / met < EVEN
+        responses = met * each
+        if responses < EVIDENT:
+            return None
+        return within / means + ASSUMED * levels / responses
 
     def _elapsed(self, now: int) -> float:
         """Returns the time spent at the current level since the last update, microseconds."""
@@ -263,6 +280,7 @@ class Levels:
             row.squares /= weight
             if row.time > 1.0 or row.left > 1e-6 or row.met > 1e-6:
                 used = k
+        self._left_squares /= weight * weight
         self._single.scale(weight)
         del self._rows[used:], self._logs[used:]
         self._origin = now

@@ -41,6 +41,8 @@ class Report(NamedTuple):
                 text += ";open=1"
             if self.capacity.steady:
                 text += ";steady=1"
+            if self.capacity.rse_percent:
+                text += f";rse={self.capacity.rse_percent}"
         return text
 
     def json(self, timestamp_ms: int) -> str:
@@ -53,7 +55,7 @@ class Report(NamedTuple):
         else:
             text += f',"base_us":{capacity.base_us},"knee":{capacity.knee}'
             text += f',"open":{"true" if capacity.open else "false"}'
-            text += f',"steady":{"true" if capacity.steady else "false"}'
+            text += f',"steady":{"true" if capacity.steady else "false"},"rse_percent":{capacity.rse_percent}'
         text += f',"failing":{self.failing},"up_s":{"null" if self.up_s is None else self.up_s}'
         return text + f',"timestamp_ms":{timestamp_ms},"endpoint":"{self.endpoint}"}}'
 

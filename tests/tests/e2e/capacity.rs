@@ -73,6 +73,8 @@ fn an_impossible_capacity_is_counted_and_has_no_effect() -> Result<()> {
         ";base=5000;knee=65536",
         ";base=NaN;knee=4",
         ";base=-5;knee=4",
+        ";base=5000;knee=4;rse=256",
+        ";base=5000;knee=4;rse=-1",
         ";base=5000",
         ";knee=4",
     ];
@@ -84,12 +86,12 @@ fn an_impossible_capacity_is_counted_and_has_no_effect() -> Result<()> {
         fleet.push(claims(claimed)?);
     }
     let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs(&fleet))?)?;
-    warm(&envoy, 12);
+    warm(&envoy, 14);
     assert_eq!(envoy.prequal(SERVING)?.reports("bad_capacity"), 0);
     is_bad.store(true, Ordering::Relaxed);
     assert_all_ok(&envoy.client().burst(400, 6, |_| Request::get("/")));
-    counted(&envoy, "bad reports of all eight", |now| {
-        now.reports("bad_capacity") >= 8 && now.probes("rejected_bad_capacity") > 0
+    counted(&envoy, "bad reports of all ten", |now| {
+        now.reports("bad_capacity") >= 10 && now.probes("rejected_bad_capacity") > 0
     });
     // Earlier reports are too old after two seconds.
     std::thread::sleep(MS(2100));
@@ -101,10 +103,11 @@ fn an_impossible_capacity_is_counted_and_has_no_effect() -> Result<()> {
 fn a_capacity_that_changes_with_every_report_harms_only_its_sender() -> Result<()> {
     bed!();
     let mut fleet = honest(4)?;
-    fleet.push(claims(|number| match number % 4 {
+    fleet.push(claims(|number| match number % 5 {
         0 => ";base=1;knee=65535".into(),
         1 => ";base=3600000000;knee=1".into(),
         2 => String::new(),
+        3 => ";base=1000000;knee=1;rse=255".into(),
         _ => HONEST.into(),
     })?);
     let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs(&fleet))?)?;

@@ -76,9 +76,9 @@ fn the_estimate_starts_anew_when_healed_but_not_because_of_many_slots() -> Resul
     Ok(())
 }
 
-/// The traces cover steady latencies and varying ones.
+/// The traces cover steady latencies and varying ones, and both certain and uncertain estimates.
 #[test]
-fn only_requests_that_take_the_same_time_are_reported_as_steady() -> Result<()> {
+fn only_requests_that_take_the_same_time_are_reported_as_steady_and_make_estimates_certain() -> Result<()> {
     for (name, expected) in
         [("constant", true), ("one by one", true), ("many slots", false), ("plain", false)]
     {
@@ -88,6 +88,9 @@ fn only_requests_that_take_the_same_time_are_reported_as_steady() -> Result<()> 
         let steady = known.iter().filter(|line| line.contains(";steady=1")).count();
         let share = steady as f64 / known.len() as f64;
         assert!(if expected { share > 0.9 } else { share < 0.1 }, "{name}: {share}");
+        let uncertain =
+            known.iter().filter(|line| line.contains(";rse=")).count() as f64 / known.len() as f64;
+        assert!(if expected { uncertain < 0.2 } else { uncertain > 0.9 }, "{name}: {uncertain}");
     }
     Ok(())
 }

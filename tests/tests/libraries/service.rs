@@ -89,6 +89,7 @@ fn probes(subject: &Subject) -> Result<()> {
     ensure!(json["rif"] == 0 && json["latency_us"] == report.latency_us.context("a latency")?, "{json}");
     ensure!(json["base_us"] == capacity.base_us && json["knee"] == capacity.knee, "{json}");
     ensure!(json["open"] == capacity.open && json["steady"] == capacity.steady, "{json}");
+    ensure!(json["rse_percent"] == capacity.rse_percent, "{json}");
     ensure!(json["failing"] == 0 && json["up_s"].is_u64(), "{json}");
     ensure!(json["endpoint"] == subject.service.to_string() && json["timestamp_ms"].is_u64(), "{json}");
     let post = exchange(subject.service, "POST", "/prequal/probe", &[], b"x")?;

@@ -500,6 +500,7 @@ impl PoolState {
             share: FULL_SHARE,
             failing: 0,
             flags: 0,
+            rse_percent: 0,
             sent: Sent::default(),
         };
         self.insert(settings, stamp, entry);

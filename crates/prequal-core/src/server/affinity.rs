@@ -86,7 +86,12 @@ pub fn scaled(report: &LoadReport, divisor: u32) -> LoadReport {
     LoadReport {
         rif: report.rif.div_ceil(divisor),
         latency_us: report.latency_us.map(|us| us.div_ceil(divisor)),
-        capacity: report.capacity.map(|of| Capacity { base_us: of.base_us.div_ceil(divisor), ..of }),
+        // If it is scaled, its difference from other replicas is not due to chance.
+        capacity: report.capacity.map(|of| Capacity {
+            base_us: of.base_us.div_ceil(divisor),
+            rse_percent: if divisor > 1 { 0 } else { of.rse_percent },
+            ..of
+        }),
         ..*report
     }
 }
@@ -137,6 +142,10 @@ mod tests {
         assert_eq!(scaled(&honest, 10).to_string(), "3;5013;127.0.0.1:80;fail=7;up=3");
         assert_eq!(scaled(&honest, 1), honest);
         assert_eq!(scaled(&honest, 0), honest);
+        // The difference that scaling makes is not due to chance.
+        let uncertain = LoadReport::parse("25;50123;127.0.0.1:80;base=20005;knee=4;rse=37").unwrap();
+        assert_eq!(scaled(&uncertain, 10).to_string(), "3;5013;127.0.0.1:80;base=2001;knee=4");
+        assert_eq!(scaled(&uncertain, 1), uncertain);
         let least = scaled(&honest, u32::MAX);
         assert_eq!((least.rif, least.latency_us), (1, Some(1)));
         let idle = LoadReport::parse("0;;127.0.0.1:80").unwrap();

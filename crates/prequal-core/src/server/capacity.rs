@@ -27,8 +27,9 @@
 //!
 //! Where requests are evidently served one by one (`capacity/single.rs`), K is 1 whatever the scores.
 //!
-//! The fit also says whether latencies are steady ([`Capacity::steady`]), which tells clients how to choose among equal
-//! replicas. It depends on how much latencies vary at the same level, because waiting also makes them differ.
+//! The fit also says how far it can be trusted ([`Capacity::rse_percent`]) and whether latencies are steady
+//! ([`Capacity::steady`]), which tells clients how to choose among equal replicas. Both depend on how much latencies vary
+//! at the same level, because waiting also makes them differ.
 //!
 //! `docs/design/adr/0008-predicted-latency.md` has the alternatives with their curves.
 //!
@@ -59,10 +60,12 @@ const MOST_STEADY: f64 = 16.0;
 /// fitted knee is slightly too high. That does no harm: latencies are then reported as steady, and replicas take turns
 /// up to a higher RIF, which spaces requests evenly.
 const STEADY_KNEE: u16 = 3;
-/// Squared coefficient of variation, within the levels up to the knee, below which latencies are reported as steady, and
-/// the number of requests that must have arrived at these levels.
+/// Squared coefficient of variation, within the levels up to the knee, below which latencies are reported as steady.
 const EVEN: f64 = 0.2;
+/// Number of requests that must have arrived at these levels before their variation is known.
 const EVIDENT: f64 = 4.0;
+/// Variation that the standard error assumes until then: that of exponential times.
+const EXPONENTIAL: f64 = 1.0;
 /// Mean level of arrivals above which the spread of their levels matters.
 const MANY: f64 = 6.0;
 /// Squared coefficient of variation of the arrivals' levels below which their spread is narrow, and the evidence per
@@ -113,6 +116,8 @@ pub struct Levels {
     logs: Vec<f64>,
     /// Scores and E(k) of the last fit, kept so that fitting does not allocate.
     scores: Vec<(f64, f64)>,
+    /// Sum of the squares of the weights of the good responses that left.
+    left_squares: f64,
     /// When the last good response left, and at which level its burst began.
     burst: (Micros, u32),
     /// Number of requests in flight, and since when; `None` before the first update.
@@ -142,6 +147,7 @@ impl Levels {
             rows: Vec::new(),
             logs: Vec::new(),
             scores: Vec::new(),
+            left_squares: 0.0,
             burst: (Micros(0), 0),
             level: 0,
             since: None,
@@ -217,6 +223,7 @@ impl Levels {
         let weight = self.weight(now);
         let level = self.level_of_burst(now, level.max(1), u64::from(latency_us / TOGETHER));
         self.row(level, |row| row.left += weight);
+        self.left_squares += weight * weight;
         if arrived_as > 1 {
             self.single.answered(now, weight, latency_us);
         }
@@ -242,6 +249,7 @@ impl Levels {
         // Nothing is known about their variation yet, so they count as exponential.
         let squares = 2.0 * took * took / answers.max(1.0);
         self.row(1, |row| *row = Row { time: took, left: answers, met: answers, took, squares });
+        self.left_squares = answers;
         self.fitted_at = None;
     }
 
@@ -342,8 +350,17 @@ impl Levels {
         let (_, effort) = self.scores.get(knee)?;
         let base = (effort / all.left).clamp(1.0, f64::from(MAX_LATENCY_US));
         let knee = u16::try_from(knee + 1).unwrap_or(MAX_KNEE);
-        let steady = self.is_steady(knee, weight);
-        Some(Capacity { base_us: base as u32, knee, open: self.beyond.is_open(self.latest), steady })
+        // As many equally recent responses would show W as precisely.
+        let responses = all.left * all.left / (self.left_squares + running.left * running.left);
+        let variation = self.variation(knee, responses / all.met.max(TINY));
+        let rse = 100.0 * (variation.unwrap_or(EXPONENTIAL) / responses).sqrt();
+        Some(Capacity {
+            base_us: base as u32,
+            knee,
+            open: self.beyond.is_open(self.latest),
+            steady: variation.map_or(self.fit.is_some_and(|fit| fit.steady), |known| known < EVEN),
+            rse_percent: rse.min(f64::from(u8::MAX)) as u8,
+        })
     }
 
     /// Returns α, the weight of the second likelihood. Of the levels up to the knee, the one whose latencies vary least
@@ -361,21 +378,19 @@ impl Levels {
         (STEADY / variation).clamp(1.0, MOST_STEADY)
     }
 
-    /// Whether requests take almost the same time: whether latencies vary little within the levels up to the knee. If
-    /// too few requests arrived at these levels, the last answer stands.
-    fn is_steady(&self, knee: u16, weight: f64) -> bool {
+    /// Returns the squared coefficient of variation of the latencies within the levels up to the knee; `None` if too few
+    /// requests arrived at these levels. `each` is the number of responses that a weight of 1 stands for.
+    fn variation(&self, knee: u16, each: f64) -> Option<f64> {
         let (mut met, mut means, mut within, mut levels) = (0.0, 0.0, 0.0, 0.0);
-        for row in self.rows.iter().take(knee.into()).filter(|row| row.met > weight && row.took > 0.0) {
+        for row in self.rows.iter().take(knee.into()).filter(|row| row.took > 0.0) {
             let mean = row.took * row.took / row.met;
             met += row.met;
             means += mean;
             within += (row.squares - mean).max(0.0);
             levels += 1.0;
         }
-        if met < EVIDENT * weight {
-            return self.fit.is_some_and(|fit| fit.steady);
-        }
-        within / means + ASSUMED * levels * weight / met < EVEN
+        let responses = met * each;
+        (responses >= EVIDENT).then(|| within / means + ASSUMED * levels / responses)
     }
 
     /// Time that the level has lasted, microseconds.
@@ -403,6 +418,7 @@ impl Levels {
                 *sum /= weight;
             }
         }
+        self.left_squares /= weight * weight;
         self.single.scale(weight);
         // Drops empty levels at the top, which would cost time at every fit.
         let used = self.rows.iter().rposition(|row| row.time > 1.0 || row.left > 1e-6 || row.met > 1e-6);

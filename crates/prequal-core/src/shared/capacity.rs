@@ -17,14 +17,22 @@ pub struct Capacity {
     pub open: bool,
     /// Whether requests take almost the same time as long as none waits.
     pub steady: bool,
+    /// Relative standard error of the base latency, percent, 0 to 255: how far it is likely to be wrong by chance, because
+    /// requests differ and only a few are recent. 0 if it is unknown; it then counts as exact.
+    pub rse_percent: u8,
 }
 
 impl Capacity {
+    /// Returns a capacity of which only base latency (microseconds) and knee are known.
+    pub const fn new(base_us: u32, knee: u16) -> Self {
+        Self { base_us, knee, open: false, steady: false, rse_percent: 0 }
+    }
+
     /// Returns the capacity of a replica that reports only a latency. A request that finds up to `rif` others in flight
     /// has this latency; with more, the latency grows.
     pub fn at_face_value(latency_us: u32, rif: u32) -> Self {
         let knee = u16::try_from(rif.saturating_add(1)).unwrap_or(u16::MAX);
-        Self { base_us: latency_us.max(1), knee, open: false, steady: false }
+        Self::new(latency_us.max(1), knee)
     }
 
     /// Returns the expected latency of a request that finds `rif` others in flight, microseconds.

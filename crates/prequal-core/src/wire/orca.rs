@@ -261,7 +261,7 @@ mod tests {
     }
 
     fn knee(knee: u16, open: bool) -> Option<Capacity> {
-        Some(Capacity { base_us: 40_000, knee, open, steady: false })
+        Some(Capacity { open, ..Capacity::new(40_000, knee) })
     }
 
     #[test]

@@ -45,9 +45,10 @@ pub fn json(report: &LoadReport, timestamp_ms: u128) -> String {
         None => write!(text, "null,\"latency_us\":null"),
     };
     let _ = match report.capacity {
-        Some(Capacity { base_us, knee, open, steady }) => {
-            write!(text, ",\"base_us\":{base_us},\"knee\":{knee},\"open\":{open},\"steady\":{steady}")
-        }
+        Some(Capacity { base_us, knee, open, steady, rse_percent }) => write!(
+            text,
+            ",\"base_us\":{base_us},\"knee\":{knee},\"open\":{open},\"steady\":{steady},\"rse_percent\":{rse_percent}"
+        ),
         None => text.write_str(",\"base_us\":null,\"knee\":null"),
     };
     let _ = write!(text, ",\"failing\":{},\"up_s\":", report.failing);

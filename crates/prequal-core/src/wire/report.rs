@@ -1,5 +1,5 @@
 //! The wire form of a load report: one header, `x-prequal-load: <rif>;<latency_us or empty>;<ip:port>[;key=value]`. The
-//! known keys are `probe`, `fail`, `up`, `base`, `knee`, `open` and `steady`.
+//! known keys are `probe`, `fail`, `up`, `base`, `knee`, `open`, `steady` and `rse`.
 //!
 //! The parser accepts any input that a hostile replica may send, and returns a bounded report or an error. It does not
 //! decide whether the report may be trusted: that depends on which replica was probed or served the request, and is
@@ -47,8 +47,8 @@ pub struct LoadReport {
     pub latency_us: Option<u32>,
     /// Base latency and knee ([`crate::server::capacity`]). On the wire: `base=` (microseconds, 1 to
     /// [`MAX_LATENCY_US`]) and `knee=` (requests in flight, 1 to 65 535), both or neither, with `open=1` if the knee
-    /// may be higher, and `steady=1` if requests take almost the same time. `None` if the replica has served nothing yet
-    /// or does not report them.
+    /// may be higher, `steady=1` if requests take almost the same time, and `rse=` with the relative standard error of
+    /// the base latency (percent, 0 to 255, absent if 0). `None` if the replica has served nothing yet or does not report them.
     pub capacity: Option<Capacity>,
     /// The replica's serving endpoint.
     pub endpoint: Option<Endpoint>,
@@ -74,7 +74,8 @@ impl LoadReport {
             return Err(ReportError::TooLong);
         }
         let mut report = Self::idle();
-        let (mut base, mut knee, mut open, mut steady) = (None, None, false, false);
+        let (mut base, mut knee) = (None, None);
+        let (mut open, mut steady, mut rse) = (false, false, 0);
         for (index, field) in header.split(|byte| *byte == b';').map(<[u8]>::trim_ascii).enumerate() {
             match index {
                 0 => report.rif = parse_rif(field)?,
@@ -89,6 +90,8 @@ impl LoadReport {
                         open = value == b"1";
                     } else if let Some(value) = field.strip_prefix(b"steady=") {
                         steady = value == b"1";
+                    } else if let Some(value) = field.strip_prefix(b"rse=") {
+                        rse = parse_number(value).unwrap_or(u32::MAX);
                     } else if let Some(value) = field.strip_prefix(b"probe=") {
                         // A replica may move its probes to another port, never to another host.
                         let replica = report.endpoint;
@@ -106,7 +109,11 @@ impl LoadReport {
         if report.endpoint.is_none() {
             return Err(if header.contains(&b';') { ReportError::Endpoint } else { ReportError::Latency });
         }
-        report.capacity = parse_capacity(base, knee, open, steady)?;
+        let capacity = |(base_us, knee)| {
+            let rse_percent = u8::try_from(rse).map_err(|_| ReportError::Capacity)?;
+            Ok(Capacity { base_us, knee, open, steady, rse_percent })
+        };
+        report.capacity = parse_base_and_knee(base, knee)?.map(capacity).transpose()?;
         Ok(report)
     }
 
@@ -155,13 +162,16 @@ impl fmt::Display for LoadReport {
         if let Some(up) = self.up_s {
             write!(f, ";up={up}")?;
         }
-        if let Some(Capacity { base_us, knee, open, steady }) = self.capacity {
+        if let Some(Capacity { base_us, knee, open, steady, rse_percent }) = self.capacity {
             write!(f, ";base={base_us};knee={knee}")?;
             if open {
                 f.write_str(";open=1")?;
             }
             if steady {
                 f.write_str(";steady=1")?;
+            }
+            if rse_percent > 0 {
+                write!(f, ";rse={rse_percent}")?;
             }
         }
         Ok(())
@@ -198,19 +208,14 @@ fn parse_failing(digits: &[u8]) -> Result<u16, ReportError> {
 }
 
 /// Combines base latency and knee. Both or neither must be present, because one alone has no meaning.
-fn parse_capacity(
-    base: Option<u32>,
-    knee: Option<u32>,
-    open: bool,
-    steady: bool,
-) -> Result<Option<Capacity>, ReportError> {
+fn parse_base_and_knee(base: Option<u32>, knee: Option<u32>) -> Result<Option<(u32, u16)>, ReportError> {
     let (base_us, knee) = match (base, knee) {
         (None, None) => return Ok(None),
         (Some(base_us), Some(knee)) => (base_us, u16::try_from(knee).map_err(|_| ReportError::Capacity)?),
         _ => return Err(ReportError::Capacity),
     };
     let sound = (1..=MAX_LATENCY_US).contains(&base_us) && knee > 0;
-    if sound { Ok(Some(Capacity { base_us, knee, open, steady })) } else { Err(ReportError::Capacity) }
+    if sound { Ok(Some((base_us, knee))) } else { Err(ReportError::Capacity) }
 }
 
 /// Why a report was dropped. The label of each variant is the one used in metrics.
@@ -237,7 +242,7 @@ pub enum ReportError {
     /// `up=` is not a number, or is out of range.
     #[error("`up` must be a whole number of seconds below 2^32")]
     Up,
-    /// `base=` or `knee=` is alone, is not a number, or is out of range.
+    /// `base=` or `knee=` is alone, or one of `base=`, `knee=` and `rse=` (0 to 255) is not a number or out of range.
     #[error("`base` must be 1 to {MAX_LATENCY_US} microseconds, `knee` 1 to 65535 requests, both together")]
     Capacity,
 }
@@ -275,6 +280,7 @@ mod tests {
             "1;2;10.0.0.1:80;base=1;knee=3;open=1",
             "1;2;10.0.0.1:80;base=1;knee=3;steady=1",
             "1;2;10.0.0.1:80;base=1;knee=3;open=1;steady=1",
+            "1;2;10.0.0.1:80;base=1;knee=3;rse=255",
         ] {
             assert_eq!(LoadReport::parse(text).unwrap().to_string(), text);
         }
@@ -284,6 +290,12 @@ mod tests {
     fn unknown_fields_are_ignored() {
         let report = LoadReport::parse("3;5;127.0.0.1:80;age=7;x").unwrap();
         assert_eq!((report.rif, report.latency_us), (3, Some(5)));
+        // `rse` says nothing without a capacity.
+        for text in ["3;5;127.0.0.1:80;rse=7", "3;5;127.0.0.1:80;rse=x"] {
+            assert_eq!(LoadReport::parse(text).unwrap().capacity, None, "{text}");
+        }
+        let certain = LoadReport::parse("3;5;127.0.0.1:80;base=5;knee=2;rse=0").unwrap();
+        assert_eq!(certain.to_string(), "3;5;127.0.0.1:80;base=5;knee=2");
         // `open` and `steady` qualify a knee, and only the value 1 sets them.
         for text in ["3;5;127.0.0.1:80;open=1;steady=1", "3;5;127.0.0.1:80;base=5;knee=2;open=yes;steady=yes"]
         {
@@ -328,6 +340,8 @@ mod tests {
             ("1;5;127.0.0.1:80;base=3600000001;knee=5", ReportError::Capacity),
             ("1;5;127.0.0.1:80;base=NaN;knee=5", ReportError::Capacity),
             ("1;5;127.0.0.1:80;base=-5;knee=5", ReportError::Capacity),
+            ("1;5;127.0.0.1:80;base=5;knee=5;rse=256", ReportError::Capacity),
+            ("1;5;127.0.0.1:80;base=5;knee=5;rse=-1", ReportError::Capacity),
             // Two header lines joined by a comma are not an endpoint: the report is dropped rather than guessed.
             ("1;5;127.0.0.1:80, 1;5;127.0.0.1:80", ReportError::Endpoint),
         ] {
@@ -340,7 +354,7 @@ mod tests {
         #[test]
         fn no_input_panics_and_parsed_reports_print_back(header in prop_oneof![
             vec(any::<u8>(), 0..300),
-            "[0-9]{1,8} ?;[0-9]{0,11};(1[0-9]{0,2}\\.){3}[0-9]{1,3}:[0-9]{1,5}(;(fail|up|base|knee|open|steady|x)=[0-9]{0,4}|;probe=[0-9.:]{0,20}){0,3}"
+            "[0-9]{1,8} ?;[0-9]{0,11};(1[0-9]{0,2}\\.){3}[0-9]{1,3}:[0-9]{1,5}(;(fail|up|base|knee|open|steady|rse|x)=[0-9]{0,4}|;probe=[0-9.:]{0,20}){0,3}"
                 .prop_map(String::into_bytes),
         ]) {
             if let Ok(report) = LoadReport::parse(&header) {

@@ -24,9 +24,9 @@ pub struct Candidate {
 }
 
 /// The knee may be higher.
-pub(super) const OPEN: u16 = 1;
+pub(super) const OPEN: u8 = 1;
 /// Requests take almost the same time as long as none waits.
-pub(super) const STEADY: u16 = 2;
+pub(super) const STEADY: u8 = 2;
 
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
@@ -50,9 +50,11 @@ pub(super) struct Entry {
     pub(super) share: u8,
     /// Share of its recent requests that failed, per mille.
     pub(super) failing: u16,
-    /// [`OPEN`] and [`STEADY`], from its [`Capacity`]. An older filter that shares the pool knows only the values 0 and
-    /// 1, and takes the others for 0.
-    pub(super) flags: u16,
+    /// [`OPEN`] and [`STEADY`], from its [`Capacity`].
+    pub(super) flags: u8,
+    /// From its [`Capacity`]. An older filter that shares the pool reads this and `flags` as one number, and takes all
+    /// values but 0 and 1 for 0: such a knee is not open.
+    pub(super) rse_percent: u8,
     /// Its latest requests.
     pub(super) sent: Sent,
 }
@@ -65,8 +67,7 @@ impl Entry {
         placement: Placement,
         received: Stamp,
     ) -> Self {
-        let capacity =
-            load.capacity.unwrap_or(Capacity { base_us: UNKNOWN, knee: 1, open: false, steady: false });
+        let capacity = load.capacity.unwrap_or(Capacity::new(UNKNOWN, 1));
         Self {
             base_us: capacity.base_us,
             knee: capacity.knee,
@@ -82,6 +83,7 @@ impl Entry {
             unproven: 0,
             failing: load.failing,
             flags: if capacity.open { OPEN } else { 0 } | if capacity.steady { STEADY } else { 0 },
+            rse_percent: capacity.rse_percent,
             sent: Sent::default(),
         }
     }
@@ -106,7 +108,7 @@ impl Entry {
     }
 
     /// Whether one of [`OPEN`] and [`STEADY`] is set.
-    pub(super) fn is(&self, flag: u16) -> bool {
+    pub(super) fn is(&self, flag: u8) -> bool {
         self.flags & flag != 0
     }
 
@@ -133,6 +135,7 @@ impl Entry {
             knee,
             open: self.is(OPEN),
             steady: self.is(STEADY),
+            rse_percent: self.rse_percent,
         })
     }
 

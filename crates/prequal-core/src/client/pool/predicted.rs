@@ -56,6 +56,18 @@ const FRESH_MS: u32 = 32;
 /// requests that a report counted may still be in flight, the report is not out of date, whatever its age. Taking turns
 /// is then better, because it spaces requests evenly.
 const FRESH_COSTS: f32 = 2.0;
+/// A replica counts as typical if its rate (the knee divided by the base latency) differs from the typical rate by at most
+/// a factor of 1 + this many standard errors. Such a difference may be due to chance.
+const STANDARD_ERRORS: f32 = 4.0;
+/// Relative standard errors below this are too small to matter, percent.
+const LEAST_ERROR: u8 = 5;
+/// A replica whose rate is more than this many times the typical one, or less than the typical one divided by this, does
+/// not count as typical, however uncertain it is.
+const RATE_LIMIT: f32 = 3.0;
+/// Nor does a replica whose base latency is more than this many times the typical one. The limit is wider because the
+/// base latency is less certain than the rate: a few responses do not show whether a replica serves one fast request at
+/// a time or several slow ones.
+const BASE_LIMIT: f32 = 4.0;
 /// A base latency counts as at least the pool's median base latency divided by this. No fleet needs finer distinctions.
 /// A replica that reports almost no latency then gets a few requests more than the others, but not all of them.
 const FASTEST: u32 = 32;
@@ -88,10 +100,10 @@ pub(super) struct Predicted {
     /// with three times the weight in Envoy can show a knee three times as high only if it gets three times as many
     /// requests.
     weighted_knee: Option<u16>,
-    /// Knee of a typical replica: the upper median of the known knees.
+    /// Upper median of the known knees.
     usual_knee: u16,
-    /// Whether the client has known most of the fleet for a short time only. Similar replicas then count as equal.
-    learning: bool,
+    /// `None` if no replica may count as typical.
+    typical: Option<Typical>,
     /// Lower base latencies count as this one.
     least_us: u32,
     /// Number of entries.
@@ -108,9 +120,10 @@ impl Predicted {
     /// most of the fleet for a short time only.
     pub(super) fn over(entries: &[Entry], picks: u16, noise: &Noise, learning: bool, now: Stamp) -> Self {
         let summary = Summary::of(entries, learning);
+        let usual_us = summary.usual_base_us(entries);
         let congested = summary.congested * 2 > entries.len() && !summary.uneven;
         let mut rule = Self {
-            usual_us: summary.usual_base_us(entries),
+            usual_us,
             lowest: f32::MAX,
             congested,
             steady: summary.steady * 2 > summary.known,
@@ -118,7 +131,7 @@ impl Predicted {
             home: if congested { HOME.sqrt() } else { HOME },
             weighted_knee: None,
             usual_knee: summary.usual_knee(entries),
-            learning,
+            typical: summary.compares.then(|| Typical::new(usual_us, summary.usual_rate(entries), learning)),
             least_us: summary.least_base_us(entries),
             count: entries.len() as u32,
             picks,
@@ -145,22 +158,22 @@ impl Predicted {
     /// gets no other until it has answered. An open knee may be higher than reported. It counts double, up to the
     /// typical knee: otherwise a new replica that gets one request at a time would never get two.
     ///
-    /// While the client is learning, a replica that saturates at about the typical rate counts as typical. A few
-    /// responses show this rate, but not whether one fast request at a time is served, or several slow ones.
+    /// A replica whose difference from the typical one may be due to chance counts as typical ([`STANDARD_ERRORS`]).
+    /// Otherwise a replica with an unlucky estimate would get no requests that could correct it. So does a replica that
+    /// saturates at about the typical rate, while the client is learning.
     fn capacity(&self, entry: &Entry) -> Capacity {
         let capacity = entry.capacity();
         let capacity = capacity.map(|known| Capacity { base_us: known.base_us.max(self.least_us), ..known });
-        let typical = Capacity { base_us: self.usual_us, knee: self.usual_knee, open: false, steady: false };
-        match (capacity, self.weighted_knee) {
-            (Some(known), Some(knee)) => Capacity { knee, ..known },
-            (Some(known), None) if self.learning && is_like(known, typical) => typical,
-            (Some(known), None) if known.open => {
-                let knee = known.knee.saturating_mul(2).min(self.usual_knee).max(known.knee);
-                Capacity { knee, ..known }
-            }
-            (Some(known), None) => known,
-            (None, _) => Capacity { base_us: self.usual_us, knee: 1, open: false, steady: false },
-        }
+        let (known, knee) = match (capacity, self.weighted_knee) {
+            (None, _) => return Capacity::new(self.usual_us, 1),
+            (Some(known), Some(knee)) => (known, knee),
+            (Some(known), None) => match self.typical {
+                Some(typical) if typical.is_like(known) => return typical.capacity,
+                _ if known.open => (known, known.knee.saturating_mul(2).min(self.usual_knee).max(known.knee)),
+                _ => return known,
+            },
+        };
+        Capacity { knee, ..known }
     }
 
     fn cost(&self, entry: &Entry) -> f32 {
@@ -232,15 +245,47 @@ impl Predicted {
     }
 }
 
-/// Whether `known` saturates at about the same rate as `typical`, and is not far slower. The rate is the knee divided by
-/// the base latency.
-fn is_like(known: Capacity, typical: Capacity) -> bool {
-    let product = |knee: u16, base_us: u32| f32::from(knee) * base_us as f32;
-    let (known_rate, typical_rate) =
-        (product(known.knee, typical.base_us), product(typical.knee, known.base_us));
-    known_rate <= typical_rate * BAND
-        && typical_rate <= known_rate * BAND
-        && known.base_us as f32 <= typical.base_us as f32 * FAR
+/// What is typical of the replicas. A few responses show the rate at which a replica saturates, but not whether it serves
+/// one fast request at a time or several slow ones. So replicas are compared by their rate.
+#[derive(Clone, Copy)]
+struct Typical {
+    /// The typical base latency, and the knee that it needs for the typical rate.
+    capacity: Capacity,
+    rate: f32,
+    /// Whether the client has known most of the fleet for a short time only.
+    learning: bool,
+}
+
+impl Typical {
+    fn new(base_us: u32, rate: f32, learning: bool) -> Self {
+        let knee = (rate * base_us as f32 + 0.5) as u16;
+        Self { capacity: Capacity::new(base_us, knee.max(1)), rate, learning }
+    }
+
+    /// Whether `known` may be this capacity, and differ only by chance.
+    fn is_like(&self, known: Capacity) -> bool {
+        if self.learning && self.is_within(known, BAND, FAR) {
+            return true;
+        }
+        if known.rse_percent < LEAST_ERROR {
+            return false;
+        }
+        let by_chance = 1.0 + STANDARD_ERRORS / 100.0 * f32::from(known.rse_percent);
+        self.is_within(known, if by_chance < RATE_LIMIT { by_chance } else { RATE_LIMIT }, BASE_LIMIT)
+    }
+
+    /// Whether the rate of `known` is within a factor of `rates`, and its base latency at most `bases` times as long.
+    fn is_within(&self, known: Capacity, rates: f32, bases: f32) -> bool {
+        let rate = rate(known);
+        rate <= self.rate * rates
+            && self.rate <= rate * rates
+            && known.base_us as f32 <= self.capacity.base_us as f32 * bases
+    }
+}
+
+/// Requests per microsecond at which a replica saturates.
+fn rate(capacity: Capacity) -> f32 {
+    f32::from(capacity.knee) / capacity.base_us.max(1) as f32
 }
 
 /// Credit for trials, and the result of the last trial.
@@ -368,10 +413,13 @@ impl Order for AtHome<'_> {
 
 /// Facts that show whether a pick needs a median. Most picks need none.
 struct Summary {
-    /// Whether the usual base latency is needed: one is unknown, or the client is learning.
+    /// Whether the usual base latency is needed: one is unknown, or replicas are compared.
     needs_base: bool,
-    /// Whether the usual knee is needed: one is open, or the client is learning.
+    /// Whether the usual knee is needed: one is open.
     needs_knee: bool,
+    /// Whether replicas are compared with the typical one: the client is learning, or an estimate is uncertain. Where
+    /// weights differ, they are not.
+    compares: bool,
     /// Whether weights differ.
     uneven: bool,
     /// Number of congested replicas.
@@ -388,8 +436,9 @@ impl Summary {
     fn of(entries: &[Entry], learning: bool) -> Self {
         let weight = entries.first().map_or(Placement::UNIT, |first| first.weight);
         let mut all = Self {
-            needs_base: learning,
-            needs_knee: learning,
+            needs_base: false,
+            needs_knee: false,
+            compares: learning,
             uneven: false,
             congested: 0,
             known: 0,
@@ -401,6 +450,7 @@ impl Summary {
             let unknown = entry.base_us == UNKNOWN;
             all.needs_base |= unknown;
             all.needs_knee |= entry.is(OPEN);
+            all.compares |= entry.rse_percent >= LEAST_ERROR;
             all.uneven |= entry.weight != weight;
             all.known += usize::from(!unknown);
             all.steady += usize::from(entry.is(STEADY));
@@ -408,6 +458,8 @@ impl Summary {
             all.least_us = all.least_us.min(entry.base_us);
             all.most_us = all.most_us.max(if unknown { 0 } else { entry.base_us });
         }
+        all.compares &= !all.uneven;
+        all.needs_base |= all.compares;
         all
     }
 
@@ -427,6 +479,13 @@ impl Summary {
         }
         let known = entries.iter().filter_map(|entry| Some(entry.capacity()?.base_us));
         middle(known, |count| count / 2).map_or(1, |usual| usual / FASTEST).max(1)
+    }
+
+    /// Upper median of the known rates; 0 if none is known.
+    fn usual_rate(&self, entries: &[Entry]) -> f32 {
+        // Rates are positive, so their bits sort in the same order.
+        let known = entries.iter().filter_map(|entry| Some(rate(entry.capacity()?).to_bits()));
+        f32::from_bits(middle(known, |count| count / 2).unwrap_or(0))
     }
 
     /// Upper median of the known knees; 1 if none is known. Not computed unless it is needed.

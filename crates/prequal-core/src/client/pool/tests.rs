@@ -211,7 +211,7 @@ fn rif_after_a_probe(settings: PoolSettings, sent_ms: u64, reported: u32, anothe
         assert_eq!(scene.pick_predicted(1).replica, Some(replica(2)));
         scene.capable(1, 1, 2, 20, 4);
     }
-    let capacity = Some(Capacity { base_us: 20_000, knee: 4, open: false, steady: false });
+    let capacity = Some(Capacity::new(20_000, 4));
     let load = Load { capacity, ..Load::at_face_value(reported, Some(20_000)) };
     let load = Load { source: Source::Probe, ..load };
     let at = ms(1 + sent_ms);
@@ -953,7 +953,7 @@ fn while_most_latencies_are_unknown_busy_replicas_count_as_hot() {
 
 #[test]
 fn while_all_known_replicas_are_saturated_the_others_are_probed() {
-    let capacity = Some(Capacity { base_us: 10_000, knee: 4, open: false, steady: false });
+    let capacity = Some(Capacity::new(10_000, 4));
     let sent = |members: u32, rif: u32, weight: u16| {
         let budget = Budget::Adaptive { target_age_ms: 500, max_probes_per_query: 0.5 };
         let mut scene = Scene::new(PoolSettings { budget, ..plain() });
@@ -986,7 +986,7 @@ impl Scene {
     }
     /// Records a report of base latency and knee.
     fn capable(&mut self, at: u64, n: u16, rif: u32, base_ms: u32, knee: u16) {
-        self.reports(at, n, rif, Capacity { base_us: base_ms * 1000, knee, open: false, steady: false });
+        self.reports(at, n, rif, Capacity::new(base_ms * 1000, knee));
     }
 
     fn reports(&mut self, at: u64, n: u16, rif: u32, capacity: Capacity) {
@@ -1020,7 +1020,7 @@ fn shares<const N: usize>(
 #[test]
 fn among_answers_the_lowest_predicted_latency_wins() {
     let answer = |n, rif, base_ms: u32, knee| {
-        let capacity = Some(Capacity { base_us: base_ms * 1000, knee, open: false, steady: false });
+        let capacity = Some(Capacity::new(base_ms * 1000, knee));
         let load = Load { capacity, ..Load::at_face_value(rif, Some(base_ms * 1000)) };
         crate::client::sync_mode::Answer {
             replica: replica(n),
@@ -1059,7 +1059,7 @@ fn among_answers_the_lowest_predicted_latency_wins() {
 #[test]
 fn a_home_of_the_hint_is_chosen_unless_it_costs_twice_as_much() {
     let answer = |knee, n, rif, home| {
-        let capacity = Some(Capacity { base_us: 20_000, knee, open: false, steady: false });
+        let capacity = Some(Capacity::new(20_000, knee));
         let load = Load { capacity, ..Load::at_face_value(rif, Some(20_000)) };
         crate::client::sync_mode::Answer { replica: replica(n), load, placement: Placement::even(0), home }
     };
@@ -1084,19 +1084,82 @@ fn a_home_of_the_hint_is_chosen_unless_it_costs_twice_as_much() {
     assert_eq!(among_knees(4, 11, 11, 7).0, Some(replica(0)));
 }
 
+/// Shares of eight idle replicas with these capacities, in per cent of a fair share.
+fn percent_of_fair(capacities: [Capacity; 8]) -> [usize; 8] {
+    shares(&mut Scene::new(plain()), 800, |n| {
+        let capacity = Some(capacities[usize::from(n)]);
+        (Load { capacity, ..Load::at_face_value(0, None) }, Placement::even(0))
+    })
+}
+
+#[test]
+fn a_replica_counts_as_typical_if_it_may_differ_by_chance() {
+    // The other seven report 20 ms and a knee of 4.
+    let share = |rse_percent, base_us, knee| {
+        let mut all = [Capacity::new(20_000, 4); 8];
+        all[0] = Capacity { rse_percent, ..Capacity::new(base_us, knee) };
+        percent_of_fair(all)[0]
+    };
+    assert!(share(0, 50_000, 4) <= 2, "its difference is certain");
+    assert!(share(37, 50_000, 4) <= 2, "the rate is 2.5 times as low, four standard errors make 2.48");
+    assert_eq!(share(38, 50_000, 4), 100, "four standard errors make 2.52");
+    assert_eq!(share(255, 50_000, 4), 100);
+    // However uncertain: not beyond a third of the typical rate or three times it, or four times the base latency.
+    assert_eq!(share(255, 59_000, 4), 100);
+    assert!(share(255, 61_000, 4) <= 2);
+    assert_eq!(share(255, 79_000, 16), 100);
+    assert!(share(255, 81_000, 16) <= 2);
+    // A replica that looks fast counts as typical, too.
+    assert_eq!(share(255, 7_000, 4), 100);
+    assert!(share(255, 6_000, 4) >= 790, "{}", share(255, 6_000, 4));
+}
+
+#[test]
+fn the_typical_replica_is_no_faster_than_the_replicas() {
+    let uncertain = |base_us, knee| Capacity { rse_percent: 255, ..Capacity::new(base_us, knee) };
+    // All serve 50 requests a second: one in 20 ms, or three in 60 ms.
+    let (fast, slow) = (Capacity::new(20_000, 1), Capacity::new(60_000, 3));
+    let all = [fast, fast, fast, fast, slow, slow, slow, slow];
+    assert_eq!(percent_of_fair(all.map(|of| uncertain(of.base_us, of.knee))), [100; 8]);
+    let half_certain = [fast, fast, fast, fast, slow, slow, slow, slow].map(|of| match of.knee {
+        1 => of,
+        _ => uncertain(of.base_us, of.knee),
+    });
+    assert_eq!(percent_of_fair(half_certain), [100; 8], "the certain ones are as good");
+    // If most are slow, a fast one counts as slow until its speed is certain.
+    let (fast, slow) = (Capacity::new(20_000, 4), Capacity::new(50_000, 4));
+    let mut most_slow = [slow; 8];
+    most_slow[0] = uncertain(20_000, 4);
+    assert_eq!(percent_of_fair(most_slow), [100; 8]);
+    most_slow[0] = fast;
+    assert!(percent_of_fair(most_slow)[0] >= 790);
+}
+
+#[test]
+fn where_weights_differ_an_uncertain_estimate_counts_as_it_is() {
+    let picks = shares::<4>(&mut Scene::new(plain()), 4000, |n| {
+        let base_us = if n == 0 { 60_000 } else { 20_000 };
+        // Because of the open knee and the unknown capacity, what is usual is known.
+        let capacity = Capacity { rse_percent: 255, open: n == 1, ..Capacity::new(base_us, 4) };
+        let load = Load { capacity: (n != 3).then_some(capacity), ..Load::at_face_value(0, None) };
+        (load, placement(0, if n % 2 == 0 { 1.5 } else { 0.5 }))
+    });
+    assert!(picks[0] <= 4, "{picks:?}");
+}
+
 #[test]
 fn in_a_congested_pool_a_high_knee_attracts_no_requests() {
     // All serve 200 requests a second. The knees differ only by chance.
     let picks = |rif: u32| {
         shares::<4>(&mut Scene::new(plain()), 1000, |n| {
             let (base_us, knee, rif) = if n == 0 { (120_000, 24, rif + 4) } else { (5000, 1, rif) };
-            let capacity = Some(Capacity { base_us, knee, open: false, steady: false });
+            let capacity = Some(Capacity::new(base_us, knee));
             (Load { capacity, ..Load::at_face_value(rif, Some(base_us)) }, placement(0, 1.0))
         })
     };
     assert!(picks(20)[0] <= 2, "{:?}", picks(20));
     // Only one of two replicas is congested, so the knees count. The other is far below its knee.
-    let capacity = |base_us, knee| Some(Capacity { base_us, knee, open: false, steady: false });
+    let capacity = |base_us, knee| Some(Capacity::new(base_us, knee));
     let idle = shares::<2>(&mut Scene::new(plain()), 1000, |n| {
         let (capacity, rif) = if n == 0 { (capacity(60_000, 24), 3) } else { (capacity(20_000, 1), 9) };
         (Load { capacity, ..Load::at_face_value(rif, Some(20_000)) }, placement(0, 1.0))
@@ -1109,7 +1172,7 @@ fn by_predicted_latency_equals_share_by_weight_and_a_slow_heavy_one_is_avoided()
     let slow_first = |slow_ms: u32| {
         shares::<4>(&mut Scene::new(plain()), 8000, |n| {
             let base_us = if n == 0 { slow_ms * 1000 } else { 20_000 };
-            let capacity = Some(Capacity { base_us, knee: 8, open: false, steady: false });
+            let capacity = Some(Capacity::new(base_us, 8));
             let load = Load { capacity, ..Load::at_face_value(0, Some(base_us)) };
             (load, placement(0, if n % 2 == 0 { 1.5 } else { 0.5 }))
         })
@@ -1145,7 +1208,7 @@ fn are_chosen_in_turn(steady: bool) {
         let mut turn: Vec<_> = (0..8)
             .map(|_| {
                 // All answer at once, so that only the order of turns distinguishes them.
-                let capacity = Capacity { base_us: 20_000, knee: 4, open: false, steady };
+                let capacity = Capacity { steady, ..Capacity::new(20_000, 4) };
                 (0..8).for_each(|n| scene.reports(at, n, 0, capacity));
                 scene.pick_predicted(at).replica.unwrap()
             })
@@ -1173,7 +1236,7 @@ fn share_of_the_one_just_chosen(others: u32, steady: u16) -> f64 {
     for at in 0..WARM_UP + 300 {
         // Only replica 3 is below the knee, so that it is chosen.
         let hear = |scene: &mut Scene, n: u16, rif: u32| {
-            scene.reports(at, n, rif, Capacity { base_us: 20_000, knee: 8, open: false, steady: n < steady });
+            scene.reports(at, n, rif, Capacity { steady: n < steady, ..Capacity::new(20_000, 8) });
         };
         (0..8).for_each(|n| hear(&mut scene, n, if n == 3 { 0 } else { 8 }));
         assert_eq!(scene.pick_predicted(at).replica, Some(replica(3)));
@@ -1236,7 +1299,7 @@ fn are_equal(other_ms: u32, change: impl Fn(u64, u16) -> f64) -> bool {
         for n in 2..10 {
             let factor = if (round + u64::from(n)) % 2 == 0 { change(round, n) } else { 1.0 };
             let base_us = (40_000.0 * factor) as u32;
-            scene.reports(round * 500, n, 9, Capacity { base_us, knee: 1, open: false, steady: false });
+            scene.reports(round * 500, n, 9, Capacity::new(base_us, 1));
         }
     }
     let now = ROUNDS * 500;
@@ -1373,7 +1436,7 @@ fn while_a_client_learns_a_faster_replica_is_used_as_it_reports() {
 
 #[test]
 fn a_newcomers_limit_doubles_up_to_that_of_the_others() {
-    let of = |knee, open| held(Capacity { base_us: 20_000, knee, open, steady: false });
+    let of = |knee, open| held(Capacity { open, ..Capacity::new(20_000, knee) });
     assert_eq!([of(1, false), of(1, true)], [1, 2]);
     assert_eq!([of(2, false), of(2, true)], [2, 4]);
     // Twice 6 would exceed the knee of the others, so the limit is that knee, 8.
@@ -1383,7 +1446,7 @@ fn a_newcomers_limit_doubles_up_to_that_of_the_others() {
 #[test]
 fn a_lying_replica_does_not_raise_a_newcomers_limit() {
     let mut scene = Scene::new(plain());
-    let newcomer = Capacity { base_us: 20_000, knee: 1, open: true, steady: false };
+    let newcomer = Capacity { open: true, ..Capacity::new(20_000, 1) };
     let picks = (0..200u64).filter(|at| {
         (0..3).for_each(|n| scene.capable(*at, n, 0, 20, 1));
         scene.capable(*at, 4, 500, 20, u16::MAX);
@@ -1459,8 +1522,7 @@ fn with_a_liar(every_us: u64, burst_guard: bool, steady: bool) -> ([usize; 10], 
         let now = 5_000_000 + request * every_us;
         let mut hear = |n: usize, rif: usize| {
             let base_us = if n == LIAR { 1 } else { 19_000 + 200 * n as u32 };
-            let capacity =
-                Some(Capacity { base_us, knee: if n == LIAR { 1 } else { 4 }, open: false, steady });
+            let capacity = Some(Capacity { steady, ..Capacity::new(base_us, if n == LIAR { 1 } else { 4 }) });
             let load = Load { capacity, ..Load::at_face_value(rif as u32, Some(base_us)) };
             let (at, placement) = (Micros(ms(0).0 + now), Placement::even(0));
             scene.pool.record(&scene.settings, at, replica(n as u16), load, placement, &mut scene.rng);

@@ -224,7 +224,7 @@ fn a_single_request_sets_the_base_latency_however_long_it_took() {
         let ticket = tracker.start(ms(0));
         assert_eq!(tracker.capacity(ms(took)), None, "never a departure");
         tracker.finish(ticket, ms(took), Outcome::Success);
-        let expected = Capacity { base_us: took as u32 * 1000, knee: 1, open: true, steady: false };
+        let expected = Capacity { open: true, rse_percent: 100, ..Capacity::new(took as u32 * 1000, 1) };
         assert_eq!(tracker.capacity(ms(took + 100)), Some(expected));
         // With one response per hour, the last fit is kept.
         assert_eq!(tracker.capacity(ms(took + 3_600_000)), Some(expected));
@@ -259,7 +259,7 @@ fn a_replica_that_answers_one_request_an_hour_stays_known_and_in_use() {
         // Its clients, which also get reports of nine replicas with a higher knee, still send to it.
         pool.set_members(10, 0, ms(now));
         for n in 0..10 {
-            let theirs = Capacity { base_us: 40_000, knee: 4, open: false, steady: false };
+            let theirs = Capacity::new(40_000, 4);
             let capacity = if n == 0 { tracker.capacity(ms(now)) } else { Some(theirs) };
             let load =
                 crate::wire::load::Load { capacity, ..crate::wire::load::Load::at_face_value(0, None) };
@@ -327,6 +327,52 @@ fn latencies_are_not_steady_if_some_requests_take_longer() {
             let share = steady(slots, per_s, rarely(every, long_ms));
             assert!(share < 0.1, "one in {every}, {slots} slots: {share}");
         }
+    }
+}
+
+/// Mean of the reported relative standard errors over 60 replicas, and the true one: the standard deviation of their base
+/// latencies, divided by the mean.
+fn reported_and_true_error(slots: usize, per_s: f64, service_ms: impl Fn(&mut SmallRng) -> f64) -> [f64; 2] {
+    let (mut reported, mut bases) = (Vec::new(), Vec::new());
+    for seed in 0..60 {
+        let mut rng = SmallRng::seed_from_u64(seed);
+        let (mut tracker, now) = serve(slots, per_s, 40.0, |_| service_ms(&mut rng), always);
+        let capacity = tracker.capacity(now).unwrap();
+        reported.push(f64::from(capacity.rse_percent) / 100.0);
+        bases.push(f64::from(capacity.base_us));
+    }
+    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
+    let base = mean(&bases);
+    let squares: Vec<f64> = bases.iter().map(|one| (one / base - 1.0).powi(2)).collect();
+    [mean(&reported), mean(&squares).sqrt()]
+}
+
+#[test]
+fn the_reported_error_is_the_spread_of_equal_replicas() {
+    let mixed = |rng: &mut SmallRng| if rng.random_range(0..10) == 0 { 140.0 } else { 7.0 };
+    // At 4, 20 and 40 % load.
+    for (slots, each_per_s) in [(1, 2.0), (1, 10.0), (1, 20.0), (4, 2.0), (4, 10.0), (4, 20.0)] {
+        let per_s = each_per_s * slots as f64;
+        let exponential =
+            reported_and_true_error(slots, per_s, |rng| -20.0 * (1.0 - rng.random::<f64>()).ln());
+        for [reported, spread] in [exponential, reported_and_true_error(slots, per_s, mixed)] {
+            let ratio = spread / reported;
+            assert!((0.8..1.4).contains(&ratio), "{slots} slots, {per_s}/s: {reported}, not {spread}");
+        }
+    }
+    assert!(reported_and_true_error(4, 40.0, |_| 20.0)[0] < 0.01, "requests that take the same time");
+}
+
+#[test]
+fn an_estimate_does_not_become_less_certain_without_requests() {
+    let (mut tracker, now) = serve(4, 50.0, 40.0, exponential(40.0), always);
+    let error = |tracker: &mut Tracker, after_s: u64| {
+        tracker.capacity(Micros(now.0 + after_s * 1_000_000)).unwrap().rse_percent
+    };
+    let at_first = error(&mut tracker, 1);
+    assert!((3..=8).contains(&at_first), "{at_first}");
+    for after_s in [5, 20, 60, 3600] {
+        assert_eq!(error(&mut tracker, after_s), at_first, "{after_s} s");
     }
 }
 
@@ -592,10 +638,10 @@ fn a_worker_without_requests_learns_from_another_at_any_rate() {
 
 #[test]
 fn cost_is_flat_up_to_the_knee_and_square_beyond() {
-    let capacity = Capacity { base_us: 1000, knee: 4, open: false, steady: false };
+    let capacity = Capacity::new(1000, 4);
     assert_eq!([0, 3, 7].map(|rif| capacity.cost(rif)), [1000.0, 1000.0, 4000.0]);
     assert_eq!([0, 3, 7].map(|rif| capacity.latency_us(rif)), [1000, 1000, 2000]);
-    let liar = Capacity { base_us: MAX_LATENCY_US, knee: 1, open: false, steady: false };
+    let liar = Capacity::new(MAX_LATENCY_US, 1);
     assert!(liar.cost(u32::MAX).is_finite() && liar.latency_us(u32::MAX) == MAX_LATENCY_US);
     let old_agent = Capacity::at_face_value(5000, 3);
     assert_eq!([0, 3, 4].map(|rif| old_agent.latency_us(rif)), [5000, 5000, 6250]);
