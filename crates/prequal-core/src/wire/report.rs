@@ -48,7 +48,8 @@ pub struct LoadReport {
     /// Base latency and knee ([`crate::server::capacity`]). On the wire: `base=` (microseconds, 1 to
     /// [`MAX_LATENCY_US`]) and `knee=` (requests in flight, 1 to 65 535), both or neither, with `open=1` if the knee
     /// may be higher, `steady=1` if requests take almost the same time, and `rse=` with the relative standard error of
-    /// the base latency (percent, 0 to 255, absent if 0). `None` if the replica has served nothing yet or does not report them.
+    /// the base latency (percent, 0 to 255, absent if 0). `None` if the replica has served nothing yet or does not
+    /// report them.
     pub capacity: Option<Capacity>,
     /// The replica's serving endpoint.
     pub endpoint: Option<Endpoint>,
@@ -243,7 +244,9 @@ pub enum ReportError {
     #[error("`up` must be a whole number of seconds below 2^32")]
     Up,
     /// `base=` or `knee=` is alone, or one of `base=`, `knee=` and `rse=` (0 to 255) is not a number or out of range.
-    #[error("`base` must be 1 to {MAX_LATENCY_US} microseconds, `knee` 1 to 65535 requests, both together")]
+    #[error(
+        "`base` must be 1 to {MAX_LATENCY_US} microseconds, `knee` 1 to 65535 requests, both together, and `rse` 0 to 255 percent"
+    )]
     Capacity,
 }
 

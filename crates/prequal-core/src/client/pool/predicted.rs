@@ -249,8 +249,9 @@ impl Predicted {
 /// one fast request at a time or several slow ones. So replicas are compared by their rate.
 #[derive(Clone, Copy)]
 struct Typical {
-    /// The typical base latency, and the knee that it needs for the typical rate.
+    /// The lower median of the known base latencies, and the knee that goes with it and the typical rate.
     capacity: Capacity,
+    /// The upper median of the known rates.
     rate: f32,
     /// Whether the client has known most of the fleet for a short time only.
     learning: bool,
@@ -262,7 +263,7 @@ impl Typical {
         Self { capacity: Capacity::new(base_us, knee.max(1)), rate, learning }
     }
 
-    /// Whether `known` may be this capacity, and differ only by chance.
+    /// Whether `known` may differ from this only by chance.
     fn is_like(&self, known: Capacity) -> bool {
         if self.learning && self.is_within(known, BAND, FAR) {
             return true;
@@ -411,7 +412,7 @@ impl Order for AtHome<'_> {
     }
 }
 
-/// Facts that show whether a pick needs a median. Most picks need none.
+/// Facts that show which medians a pick needs. Where latencies are steady, most picks need none.
 struct Summary {
     /// Whether the usual base latency is needed: one is unknown, or replicas are compared.
     needs_base: bool,
