@@ -17,6 +17,7 @@ const (
 	evident      = 4.0
 	exponential  = 1.0
 	mostRse      = 255.0
+	faded        = 1e-9
 	many         = 6.0
 	narrow       = 0.02
 	clearly      = 0.005
@@ -261,7 +262,8 @@ func (l *levels) steadiness(weight float64) float64 {
 func (l *levels) variation(knee uint32, each float64) (squared float64, known bool) {
 	var met, means, within, count float64
 	for _, r := range l.rows[:min(int(knee), len(l.rows))] {
-		if r.took > 0 {
+		// A row that has faded away must not be divided by.
+		if r.met > faded && r.took > 0 {
 			mean := r.took * r.took / r.met
 			met += r.met
 			means += mean

@@ -23,6 +23,7 @@ EVEN = 0.2
 EVIDENT = 4.0
 EXPONENTIAL = 1.0
 MOST_RSE = 255.0
+FADED = 1e-9
 MANY = 6.0
 NARROW = 0.02
 CLEARLY = 0.005
@@ -244,7 +245,8 @@ class Levels:
         """
         met = means = within = levels = 0.0
         for row in self._rows[:knee]:
-            if row.took > 0.0:
+            # A row that has faded away must not be divided by.
+            if row.met > FADED and row.took > 0.0:
                 mean = row.took * row.took / row.met
                 met += row.met
                 means += mean

@@ -66,6 +66,8 @@ const EVEN: f64 = 0.2;
 const EVIDENT: f64 = 4.0;
 /// Variation that the standard error assumes until then: that of exponential times.
 const EXPONENTIAL: f64 = 1.0;
+/// Sums below this have faded away.
+const FADED: f64 = 1e-9;
 /// Mean level of arrivals above which the spread of their levels matters.
 const MANY: f64 = 6.0;
 /// Squared coefficient of variation of the arrivals' levels below which their spread is narrow, and the evidence per
@@ -382,7 +384,8 @@ impl Levels {
     /// requests arrived at these levels. `each` is the number of responses that a weight of 1 stands for.
     fn variation(&self, knee: u16, each: f64) -> Option<f64> {
         let (mut met, mut means, mut within, mut levels) = (0.0, 0.0, 0.0, 0.0);
-        for row in self.rows.iter().take(knee.into()).filter(|row| row.took > 0.0) {
+        // A row that has faded away must not be divided by.
+        for row in self.rows.iter().take(knee.into()).filter(|row| row.met > FADED && row.took > 0.0) {
             let mean = row.took * row.took / row.met;
             met += row.met;
             means += mean;

@@ -364,6 +364,33 @@ fn the_reported_error_is_the_spread_of_equal_replicas() {
 }
 
 #[test]
+fn levels_that_have_faded_away_do_not_disturb_the_error() {
+    // Nothing waits. At the start the replica is idle, and then at least six requests are in flight for 90 minutes, so
+    // the sums of the lower levels fade to zero.
+    let mut rng = SmallRng::seed_from_u64(3);
+    let (mut tracker, mut tickets) = (tracker(), Vec::new());
+    for tenth in 0..54_000 {
+        let at = ms(tenth * 100);
+        for _ in 0..rng.random_range(0..3) {
+            tickets.push(tracker.start(at));
+        }
+        // Each request ends with the same probability.
+        let mut index = 0;
+        while index < tickets.len() {
+            if tickets.len() > 6 && rng.random_range(0..12) == 0 {
+                tracker.finish(tickets.swap_remove(index), at, Outcome::Success);
+            } else {
+                index += 1;
+            }
+        }
+        if tenth > 1000 {
+            let capacity = tracker.capacity(at).unwrap();
+            assert!(capacity.knee > 6 && capacity.rse_percent < 50, "{tenth}: {capacity:?}");
+        }
+    }
+}
+
+#[test]
 fn an_estimate_does_not_become_less_certain_without_requests() {
     let (mut tracker, now) = serve(4, 50.0, 40.0, exponential(40.0), always);
     let error = |tracker: &mut Tracker, after_s: u64| {
