@@ -78,10 +78,28 @@ type levels struct {
 	run            fastRun
 	beyond         beyond
 	single         oneByOne
+	oneCore        oneCore
 }
 
 // moved credits the time since the last update to the current level, and then changes the level to after.
 func (l *levels) moved(now uint64, after uint32) {
+	before := l.level
+	weight := l.credit(now, after)
+	l.oneCore.moved(now, weight, before, after)
+	if after < before {
+		l.single.left(now)
+	}
+}
+
+// cameBack records that a request which left to wait for its client is back.
+func (l *levels) cameBack(now uint64) {
+	others := l.level
+	l.credit(now, others+1)
+	l.oneCore.cameBack(now, others)
+}
+
+// credit does what moved says, and returns the weight of the present.
+func (l *levels) credit(now uint64, after uint32) float64 {
 	weight := l.weight(now)
 	if elapsed := l.elapsed(now); elapsed > 0 {
 		busy := min(l.level, maxKnee)
@@ -93,10 +111,8 @@ func (l *levels) moved(now uint64, after uint32) {
 			r.time += elapsed * weight
 		}
 	}
-	if after < l.level {
-		l.single.left(now)
-	}
 	l.level, l.since, l.begun = after, now, true
+	return weight
 }
 
 // served records a good response that left while level requests were at the server, itself included.
@@ -112,6 +128,7 @@ func (l *levels) served(now uint64, level, arrivedAs, latencyUs uint32) {
 	level = l.levelOfBurst(now, max(level, 1), uint64(latencyUs/together))
 	l.row(level).left += weight
 	l.leftSquares += weight * weight
+	l.oneCore.answered(now, latencyUs)
 	if arrivedAs > 1 {
 		l.single.answered(now, weight, latencyUs)
 	}
@@ -129,6 +146,7 @@ func (l *levels) startAnew(now uint64) {
 	answers, took := l.run.take()
 	l.rows, l.logs = l.rows[:0], l.logs[:0]
 	l.single.startAnew()
+	l.oneCore.startAnew()
 	l.origin, l.latest, l.since, l.begun = now, now, now, true
 	squares := 2 * took * took / max(answers, 1)
 	*l.row(1) = row{time: took, left: answers, met: answers, took: took, squares: squares}
@@ -174,6 +192,7 @@ func (l *levels) fitted(weight float64, running row) (capacity, bool) {
 		all.left += r.left
 		all.met += r.met
 		all.took += r.took
+		all.squares += r.squares
 		logMet += r.met * l.logs[i]
 		level := float64(i + 1)
 		tookEach += r.took / level
@@ -223,7 +242,7 @@ func (l *levels) fitted(weight float64, running row) (capacity, bool) {
 	}
 	// With many requests whose levels hardly vary, the knee is 1 unless another scores clearly better.
 	unclear := isMany && isNarrow && l.scores[0].score >= best-(doubt+clearly*all.left/weight)
-	alone := unclear || l.single.isEvident(&l.rows[0], weight)
+	alone := unclear || l.single.isEvident(&l.rows[0], weight) || l.oneCore.isEvident(l.latest, l.level, &all, weight, running.left > 0)
 	for i, s := range l.scores {
 		if alone || s.score >= best-doubt {
 			base := min(max(s.effort/all.left, 1), maxLatencyUs)
@@ -314,6 +333,7 @@ func (l *levels) weight(now uint64) float64 {
 	}
 	l.leftSquares /= weight * weight
 	l.single.scale(weight)
+	l.oneCore.scale(weight)
 	l.rows, l.logs = l.rows[:used], l.logs[:used]
 	l.origin = now
 	return 1

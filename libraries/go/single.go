@@ -44,8 +44,13 @@ func (o *oneByOne) isEvident(alone *row, weight float64) bool {
 	mean := alone.took / alone.met
 	squared := max(alone.squares/alone.met/(mean*mean)-1, 0)
 	variation := squared + assumed*weight/alone.met
-	deviation := math.Sqrt(variation * weight * (1/o.followed + 1/alone.met))
-	return variation <= varied && o.took/o.followed >= mean*(1-min(max(deviation, errorLow), errorHigh))
+	return variation <= varied && o.took/o.followed >= mean*(1-errorOf(variation*weight, o.followed, alone.met))
+}
+
+// errorOf returns the relative error of the comparison of two means over one and other requests: their standard error,
+// within bounds. variation is the squared coefficient of variation.
+func errorOf(variation, one, other float64) float64 {
+	return min(max(math.Sqrt(variation*(1/one+1/other)), errorLow), errorHigh)
 }
 
 // startAnew forgets the requests so far, but not when the last ones left.

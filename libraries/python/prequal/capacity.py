@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from .one_core import OneCore
 from .recent import Beyond, FastRun
 from .single import ASSUMED, OneByOne
 
@@ -89,6 +90,7 @@ class Levels:
         self._run = FastRun()
         self._beyond = Beyond()
         self._single = OneByOne()
+        self._one_core = OneCore()
 
     def expected_us(self) -> int | None:
         """Returns the latency of a request at the current level according to the last fit, microseconds."""
@@ -99,14 +101,27 @@ class Levels:
 
     def moved(self, now: int, after: int) -> None:
         """Credits the time since the last update to the current level, and then changes the level to `after`."""
+        before = self.level
+        weight = self._credit(now, after)
+        self._one_core.moved(now, weight, before, after)
+        if after < before:
+            self._single.left(now)
+
+    def came_back(self, now: int) -> None:
+        """Records that a request which left to wait for its client is back."""
+        others = self.level
+        self._credit(now, others + 1)
+        self._one_core.came_back(now, others)
+
+    def _credit(self, now: int, after: int) -> float:
+        """Does what `moved` says, and returns the weight of the present."""
         weight = self._weight(now)
         elapsed = self._elapsed(now)
         if elapsed > 0.0 and self.level > 0:
             self._run.worked(elapsed * min(self.level, MAX_KNEE if self._fit is None else self._fit.knee))
             self._row(self.level).time += elapsed * weight
-        if after < self.level:
-            self._single.left(now)
         self.level, self._since = after, now
+        return weight
 
     def served(self, now: int, level: int, arrived_as: int, latency_us: int) -> None:
         """Records a good response that left while `level` requests were at the server, itself included."""
@@ -119,6 +134,7 @@ class Levels:
         level = self._level_of_burst(now, max(level, 1), latency_us // TOGETHER)
         self._row(level).left += weight
         self._left_squares += weight * weight
+        self._one_core.answered(now, latency_us)
         if arrived_as > 1:
             self._single.answered(now, weight, latency_us)
         arrived = self._row(max(arrived_as, 1))
@@ -134,6 +150,7 @@ class Levels:
         squares = 2.0 * took * took / max(answers, 1.0)
         self._rows, self._logs = [Row(took, answers, answers, took, squares)], [0.0]
         self._single.start_anew()
+        self._one_core.start_anew()
         self._origin, self._latest, self._since = now, now, now
         self._left_squares = answers
         self._fitted_at = None
@@ -167,12 +184,13 @@ class Levels:
         `weight` is the weight of the present. `running` and `leaves` are added to `time` and `left` of the current level.
         """
         current = min(self.level, len(self._rows))
-        time = left = met = took_all = log_met = took_each = levels = squares = 0.0
+        time = left = met = took_all = squares_all = log_met = took_each = levels = squares = 0.0
         for k, (row, log) in enumerate(zip(self._rows, self._logs), 1):
             time += row.time
             left += row.left
             met += row.met
             took_all += row.took
+            squares_all += row.squares
             log_met += row.met * log
             took_each += row.took / k
             levels += row.met * k
@@ -212,7 +230,12 @@ class Levels:
             last_log = log
         # With many requests whose levels hardly vary, the knee is 1 unless another scores clearly better.
         unclear = many and narrow and scores[0][0] >= best - (DOUBT + CLEARLY * all_left / weight)
-        alone = unclear or self._single.is_evident(self._rows[0], weight)
+        every = Row(met=all_met, took=took_all, squares=squares_all)
+        alone = (
+            unclear
+            or self._single.is_evident(self._rows[0], weight)
+            or self._one_core.is_evident(self._latest, self.level, every, weight, leaves > 0.0)
+        )
         for k, (score, effort) in enumerate(scores, 1):
             if alone or score >= best - DOUBT:
                 base = min(max(effort / all_left, 1.0), float(MAX_LATENCY_US))
@@ -284,6 +307,7 @@ class Levels:
                 used = k
         self._left_squares /= weight * weight
         self._single.scale(weight)
+        self._one_core.scale(weight)
         del self._rows[used:], self._logs[used:]
         self._origin = now
         return 1.0

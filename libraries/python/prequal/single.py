@@ -15,8 +15,8 @@ VARIED = 0.5
 ERROR = (0.05, 0.2)
 
 
-class Alone(Protocol):
-    """The row of level 1."""
+class Times(Protocol):
+    """Number of good responses, and the sums of their times and of the squares of these."""
 
     @property
     def met(self) -> float: ...
@@ -26,6 +26,15 @@ class Alone(Protocol):
 
     @property
     def squares(self) -> float: ...
+
+
+def error_of(variation: float, one: float, other: float) -> float:
+    """Returns the relative error of the comparison of two means over `one` and `other` requests.
+
+    It is their standard error, within bounds. `variation` is the squared coefficient of variation.
+    """
+    low, high = ERROR
+    return min(max(math.sqrt(variation * (1.0 / one + 1.0 / other)), low), high)
 
 
 class OneByOne:
@@ -50,16 +59,15 @@ class OneByOne:
             self._followed += weight
             self._took += min(float(latency_us), float(max(now - before, 0))) * weight
 
-    def is_evident(self, alone: Alone, weight: float) -> bool:
-        """Whether requests are served one by one."""
+    def is_evident(self, alone: Times, weight: float) -> bool:
+        """Whether requests are served one by one. `alone` is the row of level 1."""
         if min(self._followed, alone.met) < ENOUGH * weight or alone.took <= 0.0:
             return False
         mean = alone.took / alone.met
         squared = max(alone.squares / alone.met / (mean * mean) - 1.0, 0.0)
         variation = squared + ASSUMED * weight / alone.met
-        error = math.sqrt(variation * weight * (1.0 / self._followed + 1.0 / alone.met))
-        low, high = ERROR
-        return variation <= VARIED and self._took / self._followed >= mean * (1.0 - min(max(error, low), high))
+        error = error_of(variation * weight, self._followed, alone.met)
+        return variation <= VARIED and self._took / self._followed >= mean * (1.0 - error)
 
     def start_anew(self) -> None:
         """Forgets the requests so far, but not when the last ones left."""

@@ -158,7 +158,7 @@ class Tracker:
         visit.since = now
         self._waiting[visit] = None
         self.away -= 1
-        self._levels.moved(now, self._levels.level + 1)
+        self._levels.came_back(now)
 
     def capacity(self, now: int, leaving: bool) -> Capacity | None:
         """Returns base latency and knee. With `leaving`, a request that is about to end counts as a good response."""

@@ -39,7 +39,7 @@ const PLAIN: Plan = Plan {
     slow_clients: 0.0,
 };
 
-const PLANS: [Plan; 13] = [
+const PLANS: [Plan; 14] = [
     PLAIN,
     Plan { name: "constant", constant: true, slots: 8, phases: &[(10.0, 180.0, 1.0, 0)], ..PLAIN },
     Plan {
@@ -95,6 +95,16 @@ const PLANS: [Plan; 13] = [
     },
     // Never idle again after the start, for so long that the sums of the lowest levels fade to zero.
     Plan { name: "busy", slots: 32, service_us: 20_000_000.0, phases: &[(6000.0, 1.5, 1.0, 0)], ..PLAIN },
+    // So few requests meet another one that only the length of busy periods shows this. Many wait for
+    // their clients.
+    Plan {
+        name: "rarely two",
+        slots: 1,
+        constant: true,
+        slow_clients: 0.3,
+        phases: &[(40.0, 5.0, 1.0, 0)],
+        ..PLAIN
+    },
 ];
 
 /// All traces, each with its seed.

@@ -25,7 +25,8 @@
 //! service times, a request that has just begun does not leave soon, so departures seem to say that two requests are
 //! served at once. Latencies are then the better evidence.
 //!
-//! Where requests are evidently served one by one (`capacity/single.rs`), K is 1 whatever the scores.
+//! Where requests are evidently served one by one (`capacity/single.rs`), or share one core (`capacity/one_core.rs`), K is
+//! 1 whatever the scores.
 //!
 //! The fit also says how far it can be trusted ([`Capacity::rse_percent`]) and whether latencies are steady
 //! ([`Capacity::steady`]), which tells clients how to choose among equal replicas. Both depend on how much latencies vary
@@ -42,9 +43,11 @@
 use crate::shared::capacity::{Capacity, FADES_US};
 use crate::shared::time::{MAX_LATENCY_US, Micros};
 
+mod one_core;
 mod recent;
 mod single;
 
+use one_core::OneCore;
 use recent::{Beyond, FastRun};
 use single::OneByOne;
 
@@ -134,6 +137,7 @@ pub struct Levels {
     run: FastRun,
     beyond: Beyond,
     single: OneByOne,
+    one_core: OneCore,
 }
 
 impl Default for Levels {
@@ -160,6 +164,7 @@ impl Levels {
             run: FastRun::default(),
             beyond: Beyond::default(),
             single: OneByOne::default(),
+            one_core: OneCore::default(),
         }
     }
 
@@ -177,6 +182,22 @@ impl Levels {
     /// update. If other workers have changed the level unnoticed, this time is divided equally among the levels from
     /// the one at the last update to `before`. The time also counts as work done (`FastRun::worked`).
     pub fn moved(&mut self, now: Micros, before: u32, after: u32) {
+        let weight = self.credit(now, before, after);
+        self.one_core.moved(now, weight, before, after);
+        if after < before {
+            self.single.left(now);
+        }
+    }
+
+    /// Records that a request which left to wait for its client is back.
+    pub(crate) fn came_back(&mut self, now: Micros) {
+        let others = self.level;
+        self.credit(now, others, others.saturating_add(1));
+        self.one_core.came_back(now, others);
+    }
+
+    /// Does what [`Self::moved`] says, and returns the weight of the present.
+    fn credit(&mut self, now: Micros, before: u32, after: u32) -> f64 {
         let weight = self.weight(now);
         let elapsed = self.elapsed(now);
         if elapsed > 0.0 {
@@ -198,9 +219,7 @@ impl Levels {
             self.run.worked(worked);
         }
         (self.level, self.since) = (after, Some(now));
-        if after < before {
-            self.single.left(now);
-        }
+        weight
     }
 
     /// Records that another worker's request arrived or left at `at`, like [`Self::moved`], unless the update is late.
@@ -226,6 +245,7 @@ impl Levels {
         let level = self.level_of_burst(now, level.max(1), u64::from(latency_us / TOGETHER));
         self.row(level, |row| row.left += weight);
         self.left_squares += weight * weight;
+        self.one_core.answered(now, latency_us);
         if arrived_as > 1 {
             self.single.answered(now, weight, latency_us);
         }
@@ -247,6 +267,7 @@ impl Levels {
         self.rows.clear();
         self.logs.clear();
         self.single.start_anew();
+        self.one_core.start_anew();
         (self.origin, self.latest, self.since) = (now, now, Some(now));
         // Nothing is known about their variation yet, so they count as exponential.
         let squares = 2.0 * took * took / answers.max(1.0);
@@ -299,6 +320,7 @@ impl Levels {
             all.left += row.left;
             all.met += row.met;
             all.took += row.took;
+            all.squares += row.squares;
             log_met += row.met * log;
             took_each += row.took / level;
             levels += row.met * level;
@@ -342,7 +364,9 @@ impl Levels {
             last_log = *log;
         }
         let (one, _) = self.scores.first()?;
-        let single = self.rows.first().is_some_and(|alone| self.single.is_evident(alone, weight));
+        let single = self.rows.first().is_some_and(|alone| self.single.is_evident(alone, weight))
+            || (!self.single.shared
+                && self.one_core.is_evident(self.latest, self.level, &all, weight, running.left > 0.0));
         let unclear = many && narrow && *one >= best - (DOUBT + CLEARLY * all.left / weight);
         let knee = if single || unclear {
             0
@@ -423,6 +447,7 @@ impl Levels {
         }
         self.left_squares /= weight * weight;
         self.single.scale(weight);
+        self.one_core.scale(weight);
         // Drops empty levels at the top, which would cost time at every fit.
         let used = self.rows.iter().rposition(|row| row.time > 1.0 || row.left > 1e-6 || row.met > 1e-6);
         let used = used.map_or(0, |index| index + 1);

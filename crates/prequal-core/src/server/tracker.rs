@@ -325,8 +325,7 @@ impl Tracker {
         open.since = now;
         self.in_flight.link(visit.slot);
         self.away = self.away.saturating_sub(1);
-        let level = self.levels.level();
-        self.levels.moved(now, level, level.saturating_add(1));
+        self.levels.came_back(now);
     }
 
     fn open(&mut self, visit: Visit) -> Option<&mut Open> {

@@ -8,7 +8,7 @@
 //! is small only if it begins just before the first one leaves; then it does not matter how many are served at once.
 //!
 //! This module says only whether the knee is 1; the fit finds every other knee. A single core that requests share is not
-//! recognised here, because a request on such a core begins at once.
+//! recognised here, because a request on such a core begins at once; `one_core.rs` recognises it.
 
 use super::{ASSUMED, Row};
 use crate::shared::time::Micros;
@@ -23,7 +23,7 @@ pub(super) struct OneByOne {
     followed: f64,
     took: f64,
     /// Whether other workers serve requests too. This worker learns of their departures too late to judge.
-    shared: bool,
+    pub(super) shared: bool,
 }
 
 impl OneByOne {
@@ -57,8 +57,8 @@ impl OneByOne {
         let mean = alone.took / alone.met;
         let squared = (alone.squares / alone.met / (mean * mean) - 1.0).max(0.0);
         let variation = squared + ASSUMED * weight / alone.met;
-        let error = (variation * weight * (1.0 / self.followed + 1.0 / alone.met)).sqrt();
-        variation <= VARIED && self.took / self.followed >= mean * (1.0 - error.clamp(ERROR.0, ERROR.1))
+        let error = error_of(variation * weight, self.followed, alone.met);
+        variation <= VARIED && self.took / self.followed >= mean * (1.0 - error)
     }
 
     /// Forgets the requests so far, but not when the last ones left.
@@ -73,12 +73,18 @@ impl OneByOne {
     }
 }
 
+/// Returns the relative error of the comparison of two means over `one` and `other` requests: their standard error, within
+/// bounds. `variation` is the squared coefficient of variation.
+pub(super) fn error_of(variation: f64, one: f64, other: f64) -> f64 {
+    (variation * (1.0 / one + 1.0 / other)).sqrt().clamp(ERROR.0, ERROR.1)
+}
+
 /// Minimum number of requests of each kind.
-const ENOUGH: f64 = 3.0;
+pub(super) const ENOUGH: f64 = 3.0;
 /// Squared coefficient of variation of the service times above which they vary widely.
 const VARIED: f64 = 0.5;
-/// Bounds of the relative error of the comparison; its standard error is used between them.
-const ERROR: (f64, f64) = (0.05, 0.2);
+/// Bounds of [`error_of`].
+pub(super) const ERROR: (f64, f64) = (0.05, 0.2);
 
 #[cfg(test)]
 mod tests {

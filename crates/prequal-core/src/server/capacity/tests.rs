@@ -216,6 +216,65 @@ fn a_replica_that_always_saturates_has_a_knee_of_one() {
     assert_near(tracker.capacity(now).unwrap(), 50.0, 0.2, 1..=2);
 }
 
+/// Serves pairs of requests, one pair a second from second `from` to second `to`, and four requests alone between two
+/// pairs. A request alone takes `work_ms`. The second request of a pair arrives at 0.7 times that, and `ends_ms` says
+/// when the two leave. With `waits`, each waits for its client for 1 ms just before it ends. Returns the base latency in
+/// milliseconds and the knee.
+fn pairs(
+    tracker: &mut Tracker,
+    (from, to): (u64, u64),
+    work_ms: u64,
+    ends_ms: [u64; 2],
+    waits: bool,
+) -> (u32, u16) {
+    let end = |tracker: &mut Tracker, ticket: Ticket, at: u64| {
+        if waits {
+            tracker.client_waits(ticket.visit(), ms(at - 1));
+            tracker.client_is_back(ticket.visit(), ms(at));
+        }
+        tracker.finish(ticket, ms(at), Outcome::Success);
+    };
+    for second in from..to {
+        for alone in 1..=4 {
+            let begins = second * 1000 + alone * 150;
+            let ticket = tracker.start(ms(begins));
+            end(tracker, ticket, begins + work_ms);
+        }
+        let begins = second * 1000 + 800;
+        let first = tracker.start(ms(begins));
+        let second = tracker.start(ms(begins + work_ms * 7 / 10));
+        end(tracker, first, begins + ends_ms[0]);
+        end(tracker, second, begins + ends_ms[1]);
+    }
+    let capacity = tracker.capacity(ms(to * 1000)).unwrap();
+    ((capacity.base_us + 500) / 1000, capacity.knee)
+}
+
+/// On one core, each request of a pair slows the other down for 15 ms. On two cores, neither takes longer.
+const ONE_CORE: [u64; 2] = [65, 100];
+const TWO_CORES: [u64; 2] = [50, 85];
+
+#[test]
+fn requests_that_share_one_core_are_not_mistaken_for_requests_on_two() {
+    for waits in [false, true] {
+        let base_ms = if waits { 49 } else { 50 };
+        assert_eq!(pairs(&mut tracker(), (0, 20), 50, ONE_CORE, waits), (base_ms, 1), "waits: {waits}");
+        assert_eq!(pairs(&mut tracker(), (0, 20), 50, TWO_CORES, waits), (base_ms, 2), "waits: {waits}");
+    }
+}
+
+#[test]
+fn the_evidence_of_one_core_is_renewed_with_the_estimates() {
+    // The weights have just been scaled down, as they are every 166 s.
+    let mut grown = tracker();
+    pairs(&mut grown, (0, 167), 50, ONE_CORE, false);
+    assert_eq!(pairs(&mut grown, (167, 240), 50, TWO_CORES, false), (50, 2));
+    // The estimates start anew when requests take less than half as long.
+    let mut healed = tracker();
+    pairs(&mut healed, (0, 60), 50, ONE_CORE, false);
+    assert_eq!(pairs(&mut healed, (60, 80), 10, [13, 20], false), (10, 1));
+}
+
 #[test]
 fn a_single_request_sets_the_base_latency_however_long_it_took() {
     for took in [1, 800, 30_000] {
