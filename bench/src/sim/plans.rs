@@ -18,6 +18,7 @@ use super::scenario::*;
 
 mod fleet;
 mod fleets;
+mod moving;
 mod others;
 mod paper;
 mod random;
@@ -75,7 +76,7 @@ impl RunLength {
 }
 
 /// Names, in the order of the report.
-pub(crate) const NAMES: [&str; 25] = [
+pub(crate) const NAMES: [&str; 27] = [
     "calibration",
     "fig6",
     "fig7",
@@ -98,13 +99,15 @@ pub(crate) const NAMES: [&str; 25] = [
     "random",
     "heldout",
     "unseen",
+    "moving",
+    "cold",
     "sidecars",
     "plbsim",
     "speed",
 ];
 
 /// Experiments that `all --quick` leaves out: they would delay CI, or fail it on goals that are known to be missed.
-pub(crate) const NOT_IN_CI: [&str; 4] = ["random", "heldout", "unseen", "sidecars"];
+pub(crate) const NOT_IN_CI: [&str; 6] = ["random", "heldout", "unseen", "moving", "cold", "sidecars"];
 
 pub(crate) fn plan(name: &str, length: RunLength) -> Option<Experiment> {
     Some(match name {
@@ -130,6 +133,8 @@ pub(crate) fn plan(name: &str, length: RunLength) -> Option<Experiment> {
         "random" => random::random(length),
         "heldout" => random::heldout(length),
         "unseen" => random::unseen(length),
+        "moving" => moving::moving(length),
+        "cold" => moving::cold(length),
         "sidecars" => sidecars::sidecars(length),
         _ => return None,
     })

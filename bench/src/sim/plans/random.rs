@@ -1,7 +1,8 @@
 //! Fleets drawn at random: how often, and by how much, is Prequal worse than the best of Envoy's own policies?
 //!
 //! `random` has the fleets that the rule has been changed for. `heldout` has the next ones, which served to compare
-//! later versions of the rule. `unseen` has the ones after those, which led to no change of the rule.
+//! later versions of the rule. `unseen` has the ones after those, which led to no change of the rule. `moving.rs` has
+//! fleets in which something changes all the time, and short runs just after a cold start.
 //! Faults other than a slow server are left out; `finagle`, `sinkhole` and `churn` have them.
 
 use rand::rngs::SmallRng;
@@ -13,7 +14,7 @@ use super::fleets::{MIX, fleet, judged_ratio};
 use super::*;
 
 /// Number of fleets of an experiment.
-const FLEETS: u64 = 120;
+pub(super) const FLEETS: u64 = 120;
 /// Highest number of queries per second, so that a run takes seconds.
 const MAX_QPS: f64 = 8000.0;
 /// Number of queries after the warm-up that a run should have.
@@ -35,7 +36,7 @@ const SHOWN: [(&str, f64); 7] = [
 ];
 
 /// Draws a value between `low` and `high`; its logarithm is uniform.
-fn log_uniform(rng: &mut SmallRng, low: f64, high: f64) -> f64 {
+pub(super) fn log_uniform(rng: &mut SmallRng, low: f64, high: f64) -> f64 {
     (low.ln() + (high / low).ln() * rng.random::<f64>()).exp()
 }
 
@@ -48,9 +49,27 @@ enum Kind {
     Unlimited,
 }
 
-/// Draws a fleet. The same number always gives the same fleet.
-fn drawn(number: u64) -> Point {
-    let rng = &mut SmallRng::seed_from_u64(number);
+/// Draws a fleet in which nothing changes, except that one server may be slow for 15 s. The same number always gives
+/// the same fleet.
+pub(super) fn drawn(number: u64) -> Point {
+    let Drawn { mut point, episode, .. } = drawn_from(&mut SmallRng::seed_from_u64(number), number);
+    if let Some(times) = episode {
+        point.label += &format!(", one {times:.0}x for 15 s");
+        point = point.slowed(1, times, 10.0, 15.0);
+    }
+    point
+}
+
+pub(super) struct Drawn {
+    pub(super) point: Point,
+    /// Share of what the fleet can serve.
+    pub(super) load: f64,
+    /// How many times slower a server is for 15 s, if one is.
+    episode: Option<f64>,
+}
+
+/// Draws a fleet, without carrying out the slow episode.
+pub(super) fn drawn_from(rng: &mut SmallRng, number: u64) -> Drawn {
     let servers = log_uniform(rng, 2.0, 128.0).round() as usize;
     let kind = match rng.random_range(0..10) {
         0..=5 => Kind::Slots(*[1, 2, 4, 8, 16].choose(rng).unwrap_or(&1)),
@@ -105,9 +124,6 @@ fn drawn(number: u64) -> Point {
     if slow > 0 {
         label += &format!(", {slow} {times:.1}x");
     }
-    if let Some(times) = episode {
-        label += &format!(", one {times:.0}x for 15 s");
-    }
     let kinds = [(servers - slow, slots, work_ms), (slow, slots, work_ms * times)];
     let mut point = fleet(&label, &kinds, sizes, qps).clients(clients);
     if let Kind::Cores(cores) = kind {
@@ -116,14 +132,12 @@ fn drawn(number: u64) -> Point {
         }
     }
     point.scenario.measured = (QUERIES / qps).clamp(40.0, 2000.0);
-    match episode {
-        Some(times) => point.slowed(1, times, 10.0, 15.0),
-        None => point,
-    }
+    Drawn { point, load, episode }
 }
 
 pub(super) fn random(length: RunLength) -> Experiment {
     over_fleets(
+        drawn,
         0,
         length,
         "random",
@@ -140,6 +154,7 @@ pub(super) fn random(length: RunLength) -> Experiment {
 
 pub(super) fn heldout(length: RunLength) -> Experiment {
     over_fleets(
+        drawn,
         FLEETS,
         length,
         "heldout",
@@ -151,6 +166,7 @@ pub(super) fn heldout(length: RunLength) -> Experiment {
 
 pub(super) fn unseen(length: RunLength) -> Experiment {
     over_fleets(
+        drawn,
         2 * FLEETS,
         length,
         "unseen",
@@ -161,7 +177,8 @@ pub(super) fn unseen(length: RunLength) -> Experiment {
 }
 
 /// The experiment with the fleets after number `before`.
-fn over_fleets(
+pub(super) fn over_fleets(
+    fleet: fn(u64) -> Point,
     before: u64,
     length: RunLength,
     name: &'static str,
@@ -185,7 +202,7 @@ fn over_fleets(
         text,
         x_label: "",
         points: (before + 1..=before + fleets)
-            .map(|number| Point { arms: arms.clone(), ..drawn(number) })
+            .map(|number| Point { arms: arms.clone(), ..fleet(number) })
             .collect(),
         metrics: STANDARD.to_vec(),
         columns: vec![
@@ -222,7 +239,7 @@ fn at_share(ratios: &[(f64, &str)], share: f64) -> f64 {
     ratios.get(index).map_or(f64::NAN, |(ratio, _)| *ratio)
 }
 
-fn judge(cells: &Cells) -> Vec<Verdict> {
+pub(super) fn judge(cells: &Cells) -> Vec<Verdict> {
     let judged = [OURS, LEARNING].into_iter().flat_map(|arm| JUDGED.map(|judged| (arm, judged)));
     let verdict = |(arm, (name, metric, within)): (&str, (&str, usize, f64))| {
         let ratios = ratios(cells, arm, metric);
