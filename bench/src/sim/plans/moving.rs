@@ -1,4 +1,6 @@
 //! Fleets drawn at random in which something changes all the time, and short runs just after a cold start.
+//!
+//! Servers that crash, fail, join or leave are left out; `sinkhole`, `churn` and `newcomer` have them.
 
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
