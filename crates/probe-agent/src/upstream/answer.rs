@@ -18,6 +18,8 @@ pub(super) struct Terms {
     extended_connect: AtomicBool,
     /// Number of the last stream that the backend accepted before it sent GOAWAY; `u32::MAX` until then.
     last_stream: AtomicU32,
+    /// Number of empty DATA frames that did not end their stream.
+    empty_frames: AtomicU32,
 }
 
 impl Default for Terms {
@@ -27,6 +29,7 @@ impl Default for Terms {
             max_streams: AtomicU32::new(u32::MAX),
             extended_connect: AtomicBool::new(false),
             last_stream: AtomicU32::new(u32::MAX),
+            empty_frames: AtomicU32::new(0),
         }
     }
 }
@@ -54,6 +57,12 @@ impl Terms {
             // A client's streams have odd numbers.
             last => Some(last.div_ceil(2)),
         }
+    }
+
+    /// Returns whether the connection should get no more requests, because h2 ends a connection after 100 empty DATA
+    /// frames that do not end their stream, and breaks off every request on it. No setting of h2 changes this limit.
+    pub(super) fn worn(&self) -> bool {
+        self.empty_frames.load(Ordering::Relaxed) >= MAX_EMPTY_FRAMES
     }
 
     fn leave(&self, last_stream: u32) {
@@ -149,7 +158,7 @@ impl Frames {
                     self.part.have = 0;
                     self.left -= LAST_STREAM;
                     // The rest is the reason.
-                    self.kind = IGNORED;
+                    self.kind = DATA;
                 }
             } else {
                 let n = self.left.min(data.len());
@@ -161,8 +170,11 @@ impl Frames {
     }
 
     fn begin(&mut self) {
-        let [a, b, c, kind, ..] = self.part.bytes;
+        let [a, b, c, kind, flags, ..] = self.part.bytes;
         self.left = u32::from_be_bytes([0, a, b, c]) as usize;
+        if kind == DATA && self.left == 0 && flags & END_STREAM == 0 {
+            self.terms.empty_frames.fetch_add(1, Ordering::Relaxed);
+        }
         self.kind = kind;
         self.part.have = 0;
         self.settle();
@@ -193,8 +205,11 @@ const HEAD: usize = 9;
 const SETTING: usize = 6;
 const SETTINGS: u8 = 4;
 const GOAWAY: u8 = 7;
-/// A type that this module does not read: DATA.
-const IGNORED: u8 = 0;
+/// DATA, whose payload is not read.
+const DATA: u8 = 0;
+const END_STREAM: u8 = 1;
+/// Half of h2's limit, so that the requests in flight can end.
+const MAX_EMPTY_FRAMES: u32 = 50;
 /// Length of a GOAWAY's first field, bytes, and the reserved bit in that field.
 const LAST_STREAM: usize = 4;
 const RESERVED: u32 = 1 << 31;
@@ -275,6 +290,23 @@ mod tests {
         }
         let (answer, terms) = read(&frame(SETTINGS, &[]), 100);
         assert_eq!((answer, terms.max_streams()), (Some(true), u32::MAX));
+    }
+
+    #[test]
+    fn a_connection_is_worn_by_empty_frames_that_end_no_stream() {
+        let settings = frame(SETTINGS, &[]);
+        let mut last = frame(DATA, b"");
+        last[4] = END_STREAM;
+        for (bytes, worn) in [
+            (frame(DATA, b"").repeat(49), false),
+            (frame(DATA, b"").repeat(50), true),
+            (last.repeat(50), false),
+            (frame(DATA, b"x").repeat(50), false),
+            (frame(SETTINGS, b"").repeat(50), false),
+        ] {
+            let (_, terms) = read(&[settings.clone(), bytes].concat(), 7);
+            assert_eq!(terms.worn(), worn);
+        }
     }
 
     #[test]

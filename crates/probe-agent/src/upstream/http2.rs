@@ -94,7 +94,7 @@ struct Conn {
 
 impl Conn {
     fn usable(&self) -> bool {
-        !self.terms.leaving() && !self.sender.is_closed()
+        !self.terms.leaving() && !self.terms.worn() && !self.sender.is_closed()
     }
 
     /// Returns whether the connection has a stream for another request, which the backend is expected to accept.

@@ -210,6 +210,33 @@ async fn more_connections_are_opened_when_streams_run_out_and_are_then_reused() 
 }
 
 #[tokio::test]
+async fn a_backend_that_sends_empty_frames_loses_no_request() {
+    let addr = raw_backend(|tcp| async move {
+        let answer = |_: Request<Incoming>| async {
+            let (mut body, channel) = Channel::<Bytes>::new(3);
+            for part in ["HTTP", "", "/2"] {
+                body.send_data(Bytes::from_static(part.as_bytes())).await.unwrap();
+            }
+            Ok::<_, Infallible>(Response::new(channel))
+        };
+        let server = http2::Builder::new(TokioExecutor::new());
+        let _ = server.serve_connection(TokioIo::new(tcp), service_fn(answer)).await;
+    })
+    .await;
+    let agent = agent(addr, |_| {});
+    let client = client2(agent.addr).await;
+    for _ in 0..60 {
+        let requests = (0..5).map(|_| tokio::spawn(client.clone().send_request(grpc())));
+        for request in requests.collect::<Vec<_>>() {
+            assert_eq!(version(within(request).await.unwrap().unwrap()).await, "HTTP/2");
+        }
+    }
+    // Each carries 50 requests, and the others that were in flight then.
+    let connections = agent.load.counters().upstream_connections();
+    assert!((6..=7).contains(&connections), "{connections}");
+}
+
+#[tokio::test]
 async fn the_queue_for_streams_is_bounded_in_number_and_time() {
     let (addr, in_hand, go) = limited(1).await;
     let agent = agent(addr, |config| {
