@@ -2,8 +2,8 @@
 // empty function for every other function of Envoy that the module calls.
 //
 //   hosts MODULE attempts HOSTS COUNT   prints the CPU time of an attempt, ns, and the share of picks by load, per cent
-//   hosts MODULE updates HOSTS COUNT    prints the CPU time of an update on both threads, µs, and the heap, bytes: before,
-//                                       after a tenth of the updates, after all of them
+//   hosts MODULE updates HOSTS COUNT    prints the CPU time of an update on both threads, µs, and the heap, bytes: before
+//                                       the updates, and the largest size in each half of them
 //
 // There are two threads, as in an Envoy with one worker. They never run at the same time.
 
@@ -19,7 +19,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { UNIVERSE = 10000, FLIGHTS = 32, MAX_PROBES = 1024, TICK = 2000, COUNTERS = 256 };
+enum { UNIVERSE = 10000, FLIGHTS = 32, MAX_PROBES = 1024, TICK = 2000, COUNTERS = 256, READINGS = 200 };
 
 struct buffer {
   const char *data;
@@ -318,7 +318,7 @@ static double steered(void) {
 }
 
 static void updates(size_t most, size_t count) {
-  size_t before = heap(1), early = 0;
+  size_t before = heap(1), largest[2] = {0, 0};
   main_seconds = 0;
   double worker_seconds = 0;
   for (size_t number = 1; number <= count; number++) {
@@ -327,9 +327,16 @@ static void updates(size_t most, size_t count) {
     worker_seconds += update(rand() % UNIVERSE, size);
     if (attempt(number) != (size > 0)) fail("a host although there is none, or none although there is one");
     if (number % 100 == 0) on_main(tick);
-    if (number == count / 10) early = heap(most);
+    // The module's tables double and shrink again, so the size of a moment says little.
+    if (number % (count / READINGS) == 0) {
+      double seconds = main_seconds;
+      size_t size = heap(most), *half = &largest[number > count / 2];
+      main_seconds = seconds;
+      if (size > *half) *half = size;
+    }
   }
-  printf("%.2f %.2f %zu %zu %zu\n", main_seconds / count * 1e6, worker_seconds / count * 1e6, before, early, heap(most));
+  printf("%.2f %.2f %zu %zu %zu\n", main_seconds / count * 1e6, worker_seconds / count * 1e6, before, largest[0],
+         largest[1]);
 }
 
 int main(int argc, char **argv) {
@@ -339,7 +346,7 @@ int main(int argc, char **argv) {
   mallopt(M_ARENA_MAX, 1);
   srand(1);
   size_t most = strtoul(argv[3], NULL, 10), count = strtoul(argv[4], NULL, 10);
-  if (most < 1 || most > UNIVERSE) return 2;
+  if (most < 1 || most > UNIVERSE || count < READINGS) return 2;
   module = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
   if (!module) fail(dlerror());
   config_new = hook("lb_config_new");

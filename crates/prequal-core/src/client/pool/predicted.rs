@@ -86,6 +86,8 @@ pub(super) struct Predicted {
     /// reported one.
     usual_us: u32,
     lowest: f32,
+    /// Whether the costs of all entries count as equal.
+    all_equal: bool,
     /// Whether most replicas are congested. Each replica then has so many requests that its reports show its rate, but
     /// not its knee: a knee of 1 with a base latency of 5 ms, and one of 24 with 120 ms, are equally plausible. So only
     /// the latency counts, which depends on the rate, and the knee decides nothing.
@@ -125,6 +127,7 @@ impl Predicted {
         let mut rule = Self {
             usual_us,
             lowest: f32::MAX,
+            all_equal: false,
             congested,
             steady: summary.steady * 2 > summary.known,
             band: if summary.uneven { WEIGHTED_BAND } else { BAND * (1.0 + noise.error()) },
@@ -145,10 +148,13 @@ impl Predicted {
             };
             rule.weighted_knee = entries.iter().map(relative).max();
         }
+        let mut highest = 0.0;
         for entry in entries {
             let cost = rule.cost(entry);
             rule.lowest = if cost < rule.lowest { cost } else { rule.lowest };
+            highest = if cost > highest { cost } else { highest };
         }
+        rule.all_equal = rule.is_equal(highest);
         let fresh_ms = (rule.lowest * FRESH_COSTS / 1000.0) as u32;
         rule.fresh_log2 = fresh_ms.max(FRESH_MS).ilog2();
         rule
@@ -206,6 +212,9 @@ impl Predicted {
         for credit in &mut trials.credits {
             let saved = *credit + CREDIT * self.lowest;
             *credit = if saved < most { saved } else { most };
+        }
+        if self.all_equal {
+            return None;
         }
         // Chooses one candidate of each kind at random: slightly slower, far slower.
         let mut idle = [0; 2];
@@ -277,10 +286,10 @@ impl Typical {
 
     /// Whether the rate of `known` is within a factor of `rates`, and its base latency at most `bases` times as long.
     fn is_within(&self, known: Capacity, rates: f32, bases: f32) -> bool {
-        let rate = rate(known);
-        rate <= self.rate * rates
-            && self.rate <= rate * rates
-            && known.base_us as f32 <= self.capacity.base_us as f32 * bases
+        // The rates are knee / base and `self.rate`. Every pick compares every entry, so saving the division matters.
+        let (knee, base_us) = (f32::from(known.knee), known.base_us as f32);
+        let typical = self.rate * base_us;
+        knee <= typical * rates && typical <= knee * rates && base_us <= self.capacity.base_us as f32 * bases
     }
 }
 
@@ -352,10 +361,12 @@ impl Order for Predicted {
 
     fn rank(&self, entry: &Entry, rng: &mut impl Rng) -> PredictedRank {
         let (capacity, requests) = (self.capacity(entry), entry.load());
-        let cost = self.cost_at(capacity, requests);
-        if !self.is_equal(cost) {
-            // Costs are positive, so their bits sort in the same order, and the sign is 0.
-            return BEYOND | u64::from(cost.to_bits()) << 32;
+        if !self.all_equal {
+            let cost = self.cost_at(capacity, requests);
+            if !self.is_equal(cost) {
+                // Costs are positive, so their bits sort in the same order, and the sign is 0.
+                return BEYOND | u64::from(cost.to_bits()) << 32;
+            }
         }
         let knee = u32::from(capacity.knee);
         let load = match self.weighted_knee {
