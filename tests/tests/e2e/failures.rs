@@ -34,6 +34,20 @@ fn after_the_death_of_an_agent_no_later_request_fails() -> Result<()> {
     Ok(())
 }
 
+/// Envoy's own policy places retries, and it prefers dead hosts, because they look idle. Three shipped retries still
+/// find a live one.
+#[test]
+fn three_hosts_that_are_dead_at_once_cost_no_request() -> Result<()> {
+    bed!();
+    let mut fleet = Fleet::uniform(6, &Reply::ok().delay(Duration::from_millis(10)))?;
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?.without_prequal())?;
+    fleet.iter_mut().take(3).for_each(|replica| replica.agent.kill());
+    assert_all_ok(&envoy.client().burst(300, 8, |_| Request::get("/")));
+    let retried = envoy.stat("cluster.replicas.upstream_rq_retry")?;
+    assert!(retried > 0, "no dead host was chosen: nothing was tested");
+    Ok(())
+}
+
 /// An agent at its `--max-rif` refuses requests. Envoy sends them elsewhere, so no user notices. The filter counts them
 /// as failures of the replica, and may eject it for a while.
 #[test]
