@@ -86,7 +86,7 @@ pub(super) struct Predicted {
     /// reported one.
     usual_us: u32,
     lowest: f32,
-    /// Whether the costs of all entries count as equal.
+    /// Whether the costs of all entries count as equal, before the pick adds its request to one of them.
     all_equal: bool,
     /// Whether most replicas are congested. Each replica then has so many requests that its reports show its rate, but
     /// not its knee: a knee of 1 with a base latency of 5 ms, and one of 24 with 120 ms, are equally plausible. So only
@@ -213,6 +213,7 @@ impl Predicted {
             let saved = *credit + CREDIT * self.lowest;
             *credit = if saved < most { saved } else { most };
         }
+        // No entry looks worse, so no second pass over the costs is needed.
         if self.all_equal {
             return None;
         }
@@ -286,7 +287,7 @@ impl Typical {
 
     /// Whether the rate of `known` is within a factor of `rates`, and its base latency at most `bases` times as long.
     fn is_within(&self, known: Capacity, rates: f32, bases: f32) -> bool {
-        // The rates are knee / base and `self.rate`. Every pick compares every entry, so saving the division matters.
+        // Multiplies instead of computing the rate, because every pick compares every entry and divisions are slow.
         let (knee, base_us) = (f32::from(known.knee), known.base_us as f32);
         let typical = self.rate * base_us;
         knee <= typical * rates && typical <= knee * rates && base_us <= self.capacity.base_us as f32 * bases
@@ -361,12 +362,10 @@ impl Order for Predicted {
 
     fn rank(&self, entry: &Entry, rng: &mut impl Rng) -> PredictedRank {
         let (capacity, requests) = (self.capacity(entry), entry.load());
-        if !self.all_equal {
-            let cost = self.cost_at(capacity, requests);
-            if !self.is_equal(cost) {
-                // Costs are positive, so their bits sort in the same order, and the sign is 0.
-                return BEYOND | u64::from(cost.to_bits()) << 32;
-            }
+        let cost = self.cost_at(capacity, requests);
+        if !self.is_equal(cost) {
+            // Costs are positive, so their bits sort in the same order, and the sign is 0.
+            return BEYOND | u64::from(cost.to_bits()) << 32;
         }
         let knee = u32::from(capacity.knee);
         let load = match self.weighted_knee {
