@@ -95,6 +95,8 @@ pub(crate) struct Watch {
     slow: AtomicBool,
     /// Whether the body of the last request has not been read to its end, over HTTP/1.
     unread: AtomicBool,
+    /// Whether the connection was asked to end.
+    parting: AtomicBool,
     /// Leash of the last request, over HTTP/1.
     leash: Mutex<Option<Arc<Leash>>>,
     /// Bytes of the head that is coming in; empty between heads.
@@ -111,6 +113,7 @@ impl Watch {
             wrote: AtomicU64::new(0),
             slow: AtomicBool::new(false),
             unread: AtomicBool::new(false),
+            parting: AtomicBool::new(false),
             leash: Mutex::default(),
             head: Mutex::default(),
         }
@@ -152,6 +155,16 @@ impl Watch {
     /// Returns whether the connection must end with the response, because the start of the next request is unknown.
     pub(crate) fn is_unread(&self) -> bool {
         self.unread.load(Ordering::Relaxed)
+    }
+
+    /// Records that the connection was asked to end.
+    pub(crate) fn part(&self) {
+        self.parting.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns whether the client closes the connection, as HTTP/2 clients do after GOAWAY.
+    fn client_closes(&self) -> bool {
+        self.http2 && self.parting.load(Ordering::Relaxed)
     }
 
     /// Records the leash of a request that begins.
@@ -220,6 +233,8 @@ impl Drop for Busy {
 
 /// Time for which the client may continue to send once its connection is closed.
 const LINGER: Duration = Duration::from_secs(2);
+/// Time in which an HTTP/2 client closes a connection that was asked to end, once its last response was sent.
+const PARTING: Duration = Duration::from_secs(30);
 /// Capacity up to which the buffer for heads is kept, bytes, so that an ordinary connection allocates once.
 const KEEP_CAPACITY: usize = 4096;
 /// Length up to which a head is kept, bytes. The command line allows no higher `max_header_bytes`, so hyper refuses
@@ -324,10 +339,18 @@ impl AsyncWrite for ServerIo {
 
     /// Reads on for a while if the client is still sending, or has not sent its whole request. Closing at once would
     /// cause a reset, and the client would lose the answer (RFC 9112 §9.6).
+    ///
+    /// If an HTTP/2 connection was asked to end, leaves closing it to the client. Envoy holds the end of a response
+    /// while its own client reads slowly, and breaks the response off if the connection closes meanwhile.
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = &mut *self;
         if this.linger.is_none() {
-            ready!(Pin::new(&mut this.stream).poll_shutdown(cx))?;
+            if this.watch.client_closes() {
+                ready!(Pin::new(&mut this.stream).poll_flush(cx))?;
+                this.linger = Some(Box::pin(tokio::time::sleep(PARTING)));
+            } else {
+                ready!(Pin::new(&mut this.stream).poll_shutdown(cx))?;
+            }
         }
         let mut chunk = [0; 4096];
         loop {

@@ -71,6 +71,7 @@ pub(crate) async fn drive<C>(
             }
         }
     }
+    watch.part();
     graceful(served.as_mut());
     tokio::select! {
         biased;

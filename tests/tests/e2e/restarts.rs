@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use prequal_testbed::{
-    Agent, AgentOptions, Backend, Client, Envoy, EnvoyConfig, Fleet, Killable, Reply, Request, Response, bed,
-    block_on, eventually, handle, workspace_root,
+    Agent, AgentOptions, Backend, Body, Client, Envoy, EnvoyConfig, Fleet, Killable, Reply, Request,
+    Response, bed, block_on, eventually, handle, workspace_root,
 };
 use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
@@ -239,6 +239,55 @@ fn agents_that_shut_down_lose_no_request() -> Result<()> {
         |addrs| clusters.into_iter().try_for_each(|cluster| envoy.set_endpoints(cluster, addrs)),
     )?;
     assert!(failures.is_empty(), "{failures:#?}");
+    Ok(())
+}
+
+/// Envoy holds the end of a response until the client reads it. If the agent closed its connection meanwhile, Envoy
+/// would break the response off.
+#[test]
+fn a_client_that_reads_slowly_gets_its_whole_response_from_an_agent_that_shuts_down() -> Result<()> {
+    bed!();
+    const LENGTH: usize = 150_000;
+    let backend = Backend::start(Reply::ok())?;
+    backend.set_handler(|seen| match seen.path.as_str() {
+        "/big" => Reply::ok().body(Body::Full(vec![b'b'; LENGTH].into())),
+        _ => Reply::ok().reads_first(),
+    });
+    let mut agent = Agent::start(backend.addr())?;
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&[agent.addr()])?)?;
+    let addr = envoy.addr();
+    let uri = move |path| format!("http://{addr}{path}");
+    let (mut client, answer) = block_on(async move {
+        let stream = tokio::net::TcpStream::connect(addr).await?;
+        let (mut client, connection) = h2::client::handshake(stream).await?;
+        tokio::spawn(connection);
+        let request = http::Request::get(uri("/big")).body(())?;
+        let answer = client.send_request(request, true)?.0.await?;
+        anyhow::Ok((client, answer))
+    })?;
+    // The agent has sent everything, but the client's window is smaller than the response.
+    eventually("the agent has nothing left to do", 10 * SECOND, || (agent.rif().ok()? == 0).then_some(()));
+    let (upload, mut body) = client.send_request(http::Request::post(uri("/")).body(())?, false)?;
+    body.send_data("first".into(), false)?;
+    eventually("the agent has the upload", 10 * SECOND, || (agent.rif().ok()? == 1).then_some(()));
+    let ended = std::thread::spawn(move || agent.terminate(30 * SECOND));
+    eventually("Envoy knows that the agent shuts down", 10 * SECOND, || {
+        (envoy.stat("cluster.replicas.upstream_cx_close_notify").ok()? > 0).then_some(())
+    });
+    body.send_data("last".into(), true)?;
+    assert_eq!(block_on(upload)?.status(), 200);
+    std::thread::sleep(SECOND / 2);
+    let length = block_on(async move {
+        let (mut body, mut length) = (answer.into_body(), 0);
+        while let Some(part) = body.data().await.transpose().context("the response was broken off")? {
+            length += part.len();
+            body.flow_control().release_capacity(part.len())?;
+        }
+        anyhow::Ok(length)
+    })?;
+    assert_eq!(length, LENGTH);
+    let status = ended.join().expect("no panic").context("the agent still runs")?;
+    ensure!(status.success(), "{status}");
     Ok(())
 }
 
