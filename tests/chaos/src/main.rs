@@ -28,7 +28,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use clap::{Parser, Subcommand};
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
@@ -62,7 +62,7 @@ enum Command {
 
 #[derive(clap::Args)]
 struct Args {
-    /// Run only these faults; `all` runs every fault [default: all]
+    /// Run only these faults; `all` runs every fault, `NAME+NAME` two at once [default: all]
     faults: Vec<String>,
 
     /// List all faults and exit
@@ -200,15 +200,15 @@ fn plans(args: &Args, rng: &mut SmallRng) -> Result<Vec<Plan>> {
     } else {
         args.faults.iter().map(String::as_str).collect()
     };
-    for name in &names {
-        let known = *name == "all" || faults::all().any(|fault| fault.name == *name);
-        ensure!(known, "no such fault: {name}; --list shows all");
-    }
-    let every = names.is_empty() || names.contains(&"all");
-    let chosen: Vec<&Fault> = faults::all().filter(|fault| every || names.contains(&fault.name)).collect();
-    let alone = chosen.iter().map(|fault| vec![*fault]);
-    let mut plans: Vec<Plan> = alone.collect();
     let all: Vec<&Fault> = faults::all().collect();
+    let mut plans: Vec<Plan> = Vec::new();
+    for name in if names.is_empty() { &["all"][..] } else { &names } {
+        if *name == "all" {
+            plans.extend(all.iter().map(|fault| vec![*fault]));
+        } else {
+            plans.push(plan(name)?);
+        }
+    }
     let pairs: Vec<Plan> = all
         .iter()
         .flat_map(|first| all.iter().map(move |second| vec![*first, *second]))
@@ -216,6 +216,20 @@ fn plans(args: &Args, rng: &mut SmallRng) -> Result<Vec<Plan>> {
         .collect();
     plans.extend((0..args.pairs).map(|_| pairs[rng.random_range(0..pairs.len())].clone()));
     Ok(plans)
+}
+
+/// The fault of this name, or the two of `NAME+NAME`.
+fn plan(names: &str) -> Result<Plan> {
+    let fault = |name| {
+        let known = faults::all().find(|fault| fault.name == name);
+        known.with_context(|| format!("no such fault: {name}; --list shows all"))
+    };
+    let plan = names.split('+').map(fault).collect::<Result<Plan>>()?;
+    ensure!(plan.len() <= 2, "at most two faults at once: {names}");
+    if let [first, second] = plan[..] {
+        ensure!(pair_up(first.scope, second.scope), "{names}: these faults affect the same thing");
+    }
+    Ok(plan)
 }
 
 /// Whether faults of these scopes do not interfere with each other.

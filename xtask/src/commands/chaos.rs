@@ -13,10 +13,10 @@ use crate::{progress, run, workspace};
 ///
 /// Runs the shipped configuration in a real Envoy, with eight agents and their backends, at 500 requests/s of mixed
 /// kinds. Each fault has a goal; the exit status is nonzero if one is missed. `--list` prints the names of the faults;
-/// if names are given as arguments, only these faults are run; `--pairs N --seed S` adds random pairs; `--short` is
-/// what CI runs; `--module native` runs the native module instead of the filter; `--write` replaces the table in
-/// docs/results/reliability.md. Every argument is passed to the program; `cargo xtask chaos -- --help` prints its own
-/// help. Needs root, to create its network namespace.
+/// if names are given as arguments, only these faults are run, and `NAME+NAME` runs two at once; `--pairs N --seed S`
+/// adds random pairs; `--short` is what CI runs; `--module native` runs the native module instead of the filter;
+/// `--write` replaces the table in docs/results/reliability.md. Every argument is passed to the program;
+/// `cargo xtask chaos -- --help` prints its own help. Needs root, to create its network namespace.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
