@@ -98,7 +98,8 @@ fn report(script: &mut Script<'_>) -> LoadReport {
         0 => format!("{rif};;{endpoint}"),
         1 => format!("{rif};{latency};{endpoint};fail={fail}"),
         2 => format!(
-            "{rif};{latency};{endpoint};base={};knee={};steady={};rse={}",
+            "{rif};{latency};{endpoint};away={};base={};knee={};steady={};rse={}",
+            rif / 3,
             latency / 2 + 1,
             u32::from(rif) + 1,
             rif % 2,

@@ -173,7 +173,7 @@ func (l *Load) report(leaving *Request, means bool) *Report {
 		leaves = leaving.visit
 		rif--
 	}
-	r := &Report{RIF: rif, endpoint: l.config.Endpoint, probeEndpoint: l.config.ProbeEndpoint}
+	r := &Report{RIF: rif, Away: min(l.tracker.away, rif), endpoint: l.config.Endpoint, probeEndpoint: l.config.ProbeEndpoint}
 	if latency, known := l.tracker.latency(now, rif, leaves); known {
 		r.LatencyUs = &latency
 	}

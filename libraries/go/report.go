@@ -9,6 +9,9 @@ import (
 type Report struct {
 	// RIF is the number of requests in flight now.
 	RIF uint32
+	// Away is the number of those that the server is not working on: streams, very long requests, and requests that
+	// wait for their client. The knee counts them, too.
+	Away uint32
 	// LatencyUs is the median recent latency near that RIF, in microseconds; nil while it is unknown.
 	LatencyUs *uint32
 	// Capacity is the base latency and knee; nil until a request has been served.
@@ -57,6 +60,9 @@ func (r *Report) String() string {
 	if r.UpS != nil {
 		fmt.Fprintf(&text, ";up=%d", *r.UpS)
 	}
+	if r.Away > 0 {
+		fmt.Fprintf(&text, ";away=%d", r.Away)
+	}
 	if c := r.Capacity; c != nil {
 		fmt.Fprintf(&text, ";base=%d;knee=%d", c.BaseUs, c.Knee)
 		if c.Open {
@@ -87,7 +93,7 @@ func (r *Report) json(timestampMs int64) string {
 	} else {
 		text.WriteString(`,"base_us":null,"knee":null`)
 	}
-	fmt.Fprintf(&text, `,"failing":%d,"up_s":`, r.Failing)
+	fmt.Fprintf(&text, `,"away":%d,"failing":%d,"up_s":`, r.Away, r.Failing)
 	if r.UpS != nil {
 		fmt.Fprintf(&text, "%d", *r.UpS)
 	} else {

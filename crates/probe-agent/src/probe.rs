@@ -75,6 +75,7 @@ mod tests {
     fn a_reply_has_all_headers_and_json_only_on_request() {
         let mut report = LoadReport {
             rif: 3,
+            away: 2,
             latency_us: Some(50_123),
             capacity: None,
             endpoint: Some("127.0.0.1:80".parse().unwrap()),
@@ -83,7 +84,7 @@ mod tests {
             up_s: None,
         };
         let plain = reply(&report, 1, &HeaderMap::new());
-        assert_eq!(plain.headers()["x-prequal-load"], "3;50123;127.0.0.1:80");
+        assert_eq!(plain.headers()["x-prequal-load"], "3;50123;127.0.0.1:80;away=2");
         assert_eq!(plain.headers()["x-prequal-rif"], "3");
         assert_eq!(plain.headers()["x-prequal-latency-us"], "50123");
         assert!(plain.body().is_empty());
@@ -95,7 +96,7 @@ mod tests {
         assert!(!json.headers().contains_key("x-prequal-latency-us"), "unknown latency is omitted");
         let body = std::str::from_utf8(json.body()).unwrap();
         assert!(body.starts_with("{\"rif\":3,\"latency_median_ms\":null,"), "{body}");
-        assert!(body.contains(",\"failing\":300,\"up_s\":null,"), "{body}");
+        assert!(body.contains(",\"away\":2,\"failing\":300,\"up_s\":null,"), "{body}");
         assert!(
             body.ends_with(",\"endpoint\":\"127.0.0.1:80\",\"probe_endpoint\":\"127.0.0.1:81\"}"),
             "{body}"

@@ -84,6 +84,7 @@ class Load:
             rates = self._rates.over(now, visit is not None) if means else Window(0, 0, 0)
             return Report(
                 rif=rif,
+                away=min(self._tracker.away, rif),
                 latency_us=latency_us,
                 capacity=capacity,
                 endpoint=self.endpoint,

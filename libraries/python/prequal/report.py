@@ -13,6 +13,9 @@ class Report(NamedTuple):
 
     #: Number of requests in flight now.
     rif: int
+    #: Number of those that the server is not working on: streams, very long requests, and requests that wait for their
+    #: client. The knee counts them, too.
+    away: int
     #: Median recent latency near that RIF, microseconds; None while it is unknown.
     latency_us: int | None
     #: Base latency and knee; None until a request has been served.
@@ -35,6 +38,8 @@ class Report(NamedTuple):
             text += f";fail={self.failing}"
         if self.up_s is not None:
             text += f";up={self.up_s}"
+        if self.away > 0:
+            text += f";away={self.away}"
         if self.capacity is not None:
             text += f";base={self.capacity.base_us};knee={self.capacity.knee}"
             if self.capacity.open:
@@ -56,7 +61,7 @@ class Report(NamedTuple):
             text += f',"base_us":{capacity.base_us},"knee":{capacity.knee}'
             text += f',"open":{"true" if capacity.open else "false"}'
             text += f',"steady":{"true" if capacity.steady else "false"},"rse_percent":{capacity.rse_percent}'
-        text += f',"failing":{self.failing},"up_s":{"null" if self.up_s is None else self.up_s}'
+        text += f',"away":{self.away},"failing":{self.failing},"up_s":{"null" if self.up_s is None else self.up_s}'
         return text + f',"timestamp_ms":{timestamp_ms},"endpoint":"{self.endpoint}"}}'
 
     def orca(self, form: str) -> str:

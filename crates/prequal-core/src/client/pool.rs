@@ -495,6 +495,7 @@ impl PoolState {
             sampled: self.samples,
             weight: Placement::UNIT,
             rif: 0,
+            away: 0,
             uses_left: 1,
             unproven: 1,
             share: FULL_SHARE,
@@ -747,7 +748,7 @@ impl Clone for PoolState {
 }
 
 impl Blob for PoolState {
-    const TAG: Tag = Tag::of_release(0x7072_6571, 15); // "preq"
+    const TAG: Tag = Tag::of_release(0x7072_6571, 16); // "preq"
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
         let mut state = Self::zeroed();

@@ -83,12 +83,16 @@ impl RecentHints {
 #[must_use]
 pub fn scaled(report: &LoadReport, divisor: u32) -> LoadReport {
     let divisor = divisor.max(1);
+    let away = report.away / divisor;
+    let fewer = u16::try_from(report.away - away).unwrap_or(u16::MAX);
     LoadReport {
         rif: report.rif.div_ceil(divisor),
+        away,
         latency_us: report.latency_us.map(|us| us.div_ceil(divisor)),
         // If it is scaled, its difference from other replicas is not due to chance.
         capacity: report.capacity.map(|of| Capacity {
             base_us: of.base_us.div_ceil(divisor),
+            knee: of.knee.saturating_sub(fewer).max(1),
             rse_percent: if divisor > 1 { 0 } else { of.rse_percent },
             ..of
         }),

@@ -187,6 +187,7 @@ impl Replica {
         let rif = present.rif.saturating_sub(leaving.is_some().into());
         LoadReport {
             rif,
+            away: present.away.min(rif),
             latency_us: self.tracker.latency_at(now, rif, leaving),
             capacity: self.tracker.capacity_after(now, present.away, leaving),
             endpoint: Some(endpoint),

@@ -17,6 +17,8 @@ pub enum Source {
 pub struct Load {
     /// Requests in flight. The pool counts up to 65 535.
     pub rif: u32,
+    /// Number of those that the server is not working on. The knee counts them, too.
+    pub away: u32,
     /// Median latency at that RIF, microseconds, if known.
     pub latency_us: Option<u32>,
     /// Base latency and knee; `None` if the replica does not know them.
@@ -33,7 +35,7 @@ impl Load {
     /// Returns the load of a replica that reports no capacity, as earlier agents did.
     pub fn at_face_value(rif: u32, latency_us: Option<u32>) -> Self {
         let capacity = latency_us.map(|latency_us| Capacity::at_face_value(latency_us, rif));
-        Self { rif, latency_us, capacity, up_s: None, failing: 0, source: Source::Probe }
+        Self { rif, away: 0, latency_us, capacity, up_s: None, failing: 0, source: Source::Probe }
     }
 }
 
@@ -41,6 +43,6 @@ impl From<&LoadReport> for Load {
     fn from(report: &LoadReport) -> Self {
         let load = Self::at_face_value(report.rif, report.latency_us);
         let capacity = report.capacity.or(load.capacity);
-        Self { capacity, up_s: report.up_s, failing: report.failing, ..load }
+        Self { away: report.away, capacity, up_s: report.up_s, failing: report.failing, ..load }
     }
 }

@@ -253,7 +253,7 @@ mod tests {
 
     fn load(capacity: Option<Capacity>) -> LoadReport {
         let (rif, latency_us, endpoint, probe_endpoint) = (3, Some(50_000), None, None);
-        LoadReport { rif, latency_us, capacity, endpoint, probe_endpoint, failing: 0, up_s: None }
+        LoadReport { rif, away: 0, latency_us, capacity, endpoint, probe_endpoint, failing: 0, up_s: None }
     }
 
     fn rates(rif: u64) -> Window {

@@ -51,7 +51,7 @@ pub fn json(report: &LoadReport, timestamp_ms: u128) -> String {
         ),
         None => text.write_str(",\"base_us\":null,\"knee\":null"),
     };
-    let _ = write!(text, ",\"failing\":{},\"up_s\":", report.failing);
+    let _ = write!(text, ",\"away\":{},\"failing\":{},\"up_s\":", report.away, report.failing);
     let _ = match report.up_s {
         Some(up) => write!(text, "{up}"),
         None => text.write_str("null"),

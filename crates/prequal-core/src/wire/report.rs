@@ -1,5 +1,5 @@
 //! The wire form of a load report: one header, `x-prequal-load: <rif>;<latency_us or empty>;<ip:port>[;key=value]`. The
-//! known keys are `probe`, `fail`, `up`, `base`, `knee`, `open`, `steady` and `rse`.
+//! known keys are `probe`, `fail`, `up`, `base`, `knee`, `open`, `steady`, `rse` and `away`.
 //!
 //! The parser accepts any input that a hostile replica may send, and returns a bounded report or an error. It does not
 //! decide whether the report may be trusted: that depends on which replica was probed or served the request, and is
@@ -43,6 +43,10 @@ pub const MAX_FAILING: u16 = 1000;
 pub struct LoadReport {
     /// Requests in flight now, 0 to [`MAX_RIF`].
     pub rif: u32,
+    /// Number of those that the server is not working on, 0 to [`Self::rif`]: streams, very long requests, and requests
+    /// that wait for their client. `away=` on the wire, absent for 0. A knee counts them, too, so earlier filters
+    /// compare it with the RIF.
+    pub away: u32,
     /// Median of recent latencies at or near that RIF, microseconds; `None` if the replica has no sample.
     pub latency_us: Option<u32>,
     /// Base latency and knee ([`crate::server::capacity`]). On the wire: `base=` (microseconds, 1 to
@@ -101,6 +105,9 @@ impl LoadReport {
                         report.probe_endpoint = Some(probe.ok_or(ReportError::ProbeEndpoint)?);
                     } else if let Some(value) = field.strip_prefix(b"fail=") {
                         report.failing = parse_failing(value)?;
+                    } else if let Some(value) = field.strip_prefix(b"away=") {
+                        let away = parse_number(value).filter(|away| *away <= report.rif);
+                        report.away = away.ok_or(ReportError::Capacity)?;
                     } else if let Some(value) = field.strip_prefix(b"up=") {
                         report.up_s = Some(parse_number(value).ok_or(ReportError::Up)?);
                     }
@@ -134,6 +141,7 @@ impl LoadReport {
     fn idle() -> Self {
         Self {
             rif: 0,
+            away: 0,
             latency_us: None,
             capacity: None,
             endpoint: None,
@@ -162,6 +170,9 @@ impl fmt::Display for LoadReport {
         }
         if let Some(up) = self.up_s {
             write!(f, ";up={up}")?;
+        }
+        if self.away > 0 {
+            write!(f, ";away={}", self.away)?;
         }
         if let Some(Capacity { base_us, knee, open, steady, rse_percent }) = self.capacity {
             write!(f, ";base={base_us};knee={knee}")?;
@@ -243,9 +254,10 @@ pub enum ReportError {
     /// `up=` is not a number, or is out of range.
     #[error("`up` must be a whole number of seconds below 2^32")]
     Up,
-    /// `base=` or `knee=` is alone, or one of `base=`, `knee=` and `rse=` (0 to 255) is not a number or out of range.
+    /// `base=` or `knee=` is alone, or one of `base=`, `knee=`, `rse=` (0 to 255) and `away=` (0 to the RIF) is not a
+    /// number or out of range.
     #[error(
-        "`base` must be 1 to {MAX_LATENCY_US} microseconds, `knee` 1 to 65535 requests, both together, and `rse` 0 to 255 percent"
+        "`base` must be 1 to {MAX_LATENCY_US} microseconds, `knee` 1 to 65535 requests, both together, `rse` 0 to 255 percent, and `away` at most the RIF"
     )]
     Capacity,
 }
@@ -284,6 +296,8 @@ mod tests {
             "1;2;10.0.0.1:80;base=1;knee=3;steady=1",
             "1;2;10.0.0.1:80;base=1;knee=3;open=1;steady=1",
             "1;2;10.0.0.1:80;base=1;knee=3;rse=255",
+            "7;;10.0.0.1:80;away=7",
+            "7;2;10.0.0.1:80;away=5;base=1;knee=6",
         ] {
             assert_eq!(LoadReport::parse(text).unwrap().to_string(), text);
         }
@@ -335,6 +349,8 @@ mod tests {
             ("1;5;127.0.0.1:80;fail=-1", ReportError::Failing),
             ("1;5;127.0.0.1:80;up=4294967296", ReportError::Up),
             ("1;5;127.0.0.1:80;up=", ReportError::Up),
+            ("1;5;127.0.0.1:80;away=2", ReportError::Capacity),
+            ("1;5;127.0.0.1:80;away=", ReportError::Capacity),
             ("1;5;127.0.0.1:80;base=5", ReportError::Capacity),
             ("1;5;127.0.0.1:80;knee=5", ReportError::Capacity),
             ("1;5;127.0.0.1:80;base=0;knee=5", ReportError::Capacity),
@@ -357,7 +373,7 @@ mod tests {
         #[test]
         fn no_input_panics_and_parsed_reports_print_back(header in prop_oneof![
             vec(any::<u8>(), 0..300),
-            "[0-9]{1,8} ?;[0-9]{0,11};(1[0-9]{0,2}\\.){3}[0-9]{1,3}:[0-9]{1,5}(;(fail|up|base|knee|open|steady|rse|x)=[0-9]{0,4}|;probe=[0-9.:]{0,20}){0,3}"
+            "[0-9]{1,8} ?;[0-9]{0,11};(1[0-9]{0,2}\\.){3}[0-9]{1,3}:[0-9]{1,5}(;(fail|up|away|base|knee|open|steady|rse|x)=[0-9]{0,4}|;probe=[0-9.:]{0,20}){0,3}"
                 .prop_map(String::into_bytes),
         ]) {
             if let Ok(report) = LoadReport::parse(&header) {

@@ -35,12 +35,15 @@ pub(super) struct Entry {
     pub(super) latency_us: u32,
     /// From its [`Capacity`], or [`UNKNOWN`].
     pub(super) base_us: u32,
+    /// Knee without the requests that are away.
     pub(super) knee: u16,
     /// Value of the pool's pick counter when this replica was last chosen.
     pub(super) chosen: u16,
     pub(super) received: Stamp,
     /// From its [`Placement`].
     pub(super) sampled: u32,
+    /// Number of requests in flight that the server is not working on.
+    pub(super) away: u32,
     pub(super) weight: u16,
     pub(super) rif: u16,
     pub(super) uses_left: u16,
@@ -52,8 +55,7 @@ pub(super) struct Entry {
     pub(super) failing: u16,
     /// [`OPEN`] and [`STEADY`], from its [`Capacity`].
     pub(super) flags: u8,
-    /// From its [`Capacity`]. An older filter that shares the pool reads this and `flags` as one number, and takes all
-    /// values but 0 and 1 for 0: such a knee is not open.
+    /// From its [`Capacity`].
     pub(super) rse_percent: u8,
     /// Its latest requests.
     pub(super) sent: Sent,
@@ -68,9 +70,11 @@ impl Entry {
         received: Stamp,
     ) -> Self {
         let capacity = load.capacity.unwrap_or(Capacity::new(UNKNOWN, 1));
+        let knee = u32::from(capacity.knee).saturating_sub(load.away).max(1);
+        let rif = u16::try_from(load.rif).unwrap_or(u16::MAX);
         Self {
             base_us: capacity.base_us,
-            knee: capacity.knee,
+            knee: u16::try_from(knee).unwrap_or(u16::MAX),
             chosen: 0,
             share: settings.share_at(load.up_s),
             endpoint,
@@ -78,7 +82,9 @@ impl Entry {
             received,
             sampled: placement.sampled,
             weight: placement.weight,
-            rif: u16::try_from(load.rif).unwrap_or(u16::MAX),
+            rif,
+            // If RIF is out of range, the requests at the server matter more than those that are away.
+            away: u32::from(rif).saturating_sub(load.rif.saturating_sub(load.away)),
             uses_left: 1,
             unproven: 0,
             failing: load.failing,
@@ -97,14 +103,28 @@ impl Entry {
         Placement { sampled: self.sampled, weight: self.weight }
     }
 
+    /// Requests in flight that the server is working on.
+    pub(super) fn at_server(&self) -> u32 {
+        u32::from(self.rif).saturating_sub(self.away)
+    }
+
     /// RIF scaled to a replica of average weight.
     pub(super) fn load(&self) -> u32 {
+        self.scaled(self.rif.into())
+    }
+
+    /// The same for the requests that the server is working on.
+    pub(super) fn load_at_server(&self) -> u32 {
+        self.scaled(self.at_server())
+    }
+
+    fn scaled(&self, requests: u32) -> u32 {
         // Most weights are equal. Every pick computes every entry's load, so saving the division matters.
         if self.weight == Placement::UNIT {
-            return self.rif.into();
+            return requests;
         }
         // Rounded up: a busy replica never looks idle.
-        (u32::from(self.rif) * u32::from(Placement::UNIT)).div_ceil(u32::from(self.weight.max(1)))
+        (requests * u32::from(Placement::UNIT)).div_ceil(u32::from(self.weight.max(1)))
     }
 
     /// Whether one of [`OPEN`] and [`STEADY`] is set.
@@ -114,7 +134,7 @@ impl Entry {
 
     /// Whether its next request would wait, as far as is known.
     pub(super) fn is_saturated(&self) -> bool {
-        self.capacity().is_some_and(|capacity| self.rif >= capacity.knee)
+        self.capacity().is_some_and(|capacity| self.at_server() >= capacity.knee.into())
     }
 
     /// Sum of RIF and a random exponential value, relative to the weight. The random value alone would choose in
@@ -128,6 +148,7 @@ impl Entry {
         (self.latency_us != UNKNOWN).then_some(self.latency_us)
     }
 
+    /// Base latency and knee, for the requests that the server is working on.
     pub(super) fn capacity(&self) -> Option<Capacity> {
         let Self { base_us, knee, .. } = *self;
         (base_us != UNKNOWN).then_some(Capacity {

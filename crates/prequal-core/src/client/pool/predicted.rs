@@ -39,7 +39,8 @@ const FAR: f32 = 2.0;
 /// Maximum price once the last trial is [`OVERDUE_MS`] ago, which happens below 500 requests a second. One request in
 /// 4000 would be a trial every 40 s at 100 requests a second.
 const DEAREST_OVERDUE: f32 = 2.0;
-/// Time after which a trial is overdue, milliseconds.
+/// Time after which a trial is overdue, milliseconds. Then a replica that is not idle may get it, too: if it always has a
+/// request that waits for an event, it is never idle.
 const OVERDUE_MS: u32 = 8000;
 /// Maximum price once the last trial is [`LONG_OVERDUE_MS`] ago, which happens below 33 requests a second: one request
 /// in 250. Without it, at two requests a second a replica that has recovered would get no request for 17 minutes.
@@ -183,7 +184,7 @@ impl Predicted {
     }
 
     fn cost(&self, entry: &Entry) -> f32 {
-        self.cost_at(self.capacity(entry), entry.load())
+        self.cost_at(self.capacity(entry), entry.load_at_server())
     }
 
     fn cost_at(&self, capacity: Capacity, load: u32) -> f32 {
@@ -203,7 +204,8 @@ impl Predicted {
             // A new client has not missed any trial yet.
             trials.at = self.now;
         }
-        let dearest = match self.now.distance_ms(trials.at) {
+        let since_last = self.now.distance_ms(trials.at);
+        let dearest = match since_last {
             LONG_OVERDUE_MS.. => DEAREST_LONG_OVERDUE,
             OVERDUE_MS.. => DEAREST_OVERDUE,
             _ => DEAREST,
@@ -221,7 +223,8 @@ impl Predicted {
         let mut idle = [0; 2];
         let mut tried = [None; 2];
         for (index, entry) in entries.iter().enumerate() {
-            if entry.rif > 0 || entry.unproven == 1 {
+            let most_busy = if since_last < OVERDUE_MS { 0 } else { u32::from(entry.knee) - 1 };
+            if entry.at_server() > most_busy || entry.unproven == 1 {
                 continue;
             }
             let cost = self.cost(entry);
@@ -361,7 +364,7 @@ impl Order for Predicted {
     type Rank = PredictedRank;
 
     fn rank(&self, entry: &Entry, rng: &mut impl Rng) -> PredictedRank {
-        let (capacity, requests) = (self.capacity(entry), entry.load());
+        let (capacity, requests) = (self.capacity(entry), entry.load_at_server());
         let cost = self.cost_at(capacity, requests);
         if !self.is_equal(cost) {
             // Costs are positive, so their bits sort in the same order, and the sign is 0.
@@ -371,7 +374,7 @@ impl Order for Predicted {
         let load = match self.weighted_knee {
             Some(_) => entry.draw(rng),
             None if requests < knee && !self.congested => 0,
-            None => entry.rif.into(),
+            None => entry.at_server(),
         };
         // The higher the knee, the less the age of a report matters.
         let age = u32::BITS - (self.now.distance_ms(entry.received) >> self.fresh_log2).leading_zeros();
@@ -387,11 +390,11 @@ impl Order for Predicted {
     }
 
     fn branch(&self, entry: &Entry, _: &Self::Rank) -> Branch {
-        if entry.load() < self.capacity(entry).knee.into() { Branch::Cold } else { Branch::Hot }
+        if entry.load_at_server() < self.capacity(entry).knee.into() { Branch::Cold } else { Branch::Hot }
     }
 
     fn latency_us(&self, entry: &Entry) -> Option<u32> {
-        Some(entry.capacity()?.latency_us(entry.rif.into()))
+        Some(entry.capacity()?.latency_us(entry.at_server()))
     }
 }
 
@@ -465,7 +468,7 @@ impl Summary {
             all.uneven |= entry.weight != weight;
             all.known += usize::from(!unknown);
             all.steady += usize::from(entry.is(STEADY));
-            all.congested += usize::from(u32::from(entry.rif) >= CONGESTED * u32::from(entry.knee));
+            all.congested += usize::from(entry.at_server() >= CONGESTED * u32::from(entry.knee));
             all.least_us = all.least_us.min(entry.base_us);
             all.most_us = all.most_us.max(if unknown { 0 } else { entry.base_us });
         }

@@ -169,7 +169,7 @@ fn failures_elsewhere_are_the_median_of_the_other_reports() {
 
 #[test]
 fn the_blob_is_small() {
-    assert!(size_of::<PoolState>() <= 8864, "{}", size_of::<PoolState>());
+    assert!(size_of::<PoolState>() <= 9368, "{}", size_of::<PoolState>());
     assert!(PoolState::new().encode().len() <= 1184, "{}", PoolState::new().encode().len());
 }
 
@@ -1378,6 +1378,59 @@ fn a_replica_that_looks_far_slower_gets_a_request_in_4000_and_more_as_soon_as_it
     assert_eq!(healed.count(), 100, "by turns");
 }
 
+/// Whether replica 3 gets a trial within 20 s at `per_second` requests. It looks far slower, has `away` streams, and one
+/// of its `knee` slots is busy if `busy`.
+fn is_tried(per_second: u64, away: u32, busy: bool, knee: u16) -> bool {
+    let mut scene = Scene::new(plain());
+    (0..20 * per_second).any(|request| {
+        let at = request * 1000 / per_second;
+        (0..3).for_each(|n| scene.capable(at, n, 0, 20, 4));
+        let capacity = Some(Capacity::new(320_000, knee + away as u16));
+        let load = Load { capacity, away, ..Load::at_face_value(away + u32::from(busy), Some(320_000)) };
+        let (now, placement) = (ms(at), Placement::even(0));
+        scene.pool.record(&scene.settings, now, replica(3), load, placement, &mut scene.rng);
+        scene.pick_predicted(at).branch == Branch::Trial
+    })
+}
+
+#[test]
+fn a_replica_that_looks_far_slower_is_tried_although_it_has_streams_or_a_request_that_never_ends() {
+    for away in [0, 1, 200] {
+        assert!(is_tried(1000, away, false, 4), "{away} streams");
+    }
+    // Only once a trial is overdue, which takes 8 s, may a busy replica get it, and only if it has a free slot.
+    assert!(is_tried(100, 0, true, 4) && !is_tried(100, 0, true, 1));
+    assert!(is_tried(100, 7, true, 4) && !is_tried(100, 7, true, 1));
+}
+
+#[test]
+fn streams_do_not_hide_that_a_replica_is_saturated() {
+    for away in [0, 10, 200, 60_000] {
+        let mut scene = Scene::new(plain());
+        // Two replicas have four slots and 20 ms, but 40 requests. The other two take 100 ms, and are idle.
+        let picked: [usize; 4] = shares(&mut scene, 400, |n| {
+            let (base_us, rif) = if n < 2 { (20_000, 40) } else { (100_000, 0) };
+            let capacity = Some(Capacity::new(base_us, 4 + away as u16));
+            (Load { capacity, away, ..Load::at_face_value(rif + away, Some(base_us)) }, Placement::even(0))
+        });
+        assert_eq!(picked[0] + picked[1], 0, "{away} streams: {picked:?}");
+    }
+}
+
+#[test]
+fn among_equal_replicas_the_one_with_fewer_streams_is_chosen() {
+    for steady in [false, true] {
+        let mut scene = Scene::new(plain());
+        let picked: [usize; 4] = shares(&mut scene, 400, |n| {
+            let away = if n == 0 { 10 } else { 50 };
+            let capacity = Some(Capacity { steady, ..Capacity::new(20_000, 4 + away) });
+            let away = u32::from(away);
+            (Load { capacity, away, ..Load::at_face_value(away, Some(20_000)) }, Placement::even(0))
+        });
+        assert!(picked[0] > 300, "{picked:?}");
+    }
+}
+
 #[test]
 fn trials_of_replicas_that_look_slightly_slower_leave_those_of_a_far_slower_one_their_time() {
     let mut scene = Scene::new(plain());
@@ -1497,9 +1550,9 @@ fn a_pick_from_an_empty_pool_saves_no_credit_for_trials() {
 }
 
 #[test]
-fn a_busy_replica_is_not_tried_even_if_another_report_improves() {
+fn a_busy_replica_is_not_tried_in_time_even_if_another_report_improves() {
     let mut scene = Scene::new(plain());
-    for at in 0..30_000 {
+    for at in 0..8000 {
         (0..3).for_each(|n| scene.capable(at, n, 0, 20, 4));
         scene.capable(at, 3, 1, 320, 4);
         scene.capable(at, 4, 2, if at % 2 == 0 { 320 } else { 80 }, 4);
