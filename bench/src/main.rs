@@ -28,6 +28,7 @@ mod sidecars;
 mod sim;
 mod soak;
 mod stats;
+mod streams;
 mod table;
 mod trace;
 

@@ -18,6 +18,7 @@ use crate::deployment::{Counted, Deployment, ReplicaEvent};
 use crate::load::{Arrivals, Keys, LoadRun, Plan, Spread};
 use crate::recovery::{self, Recovery, Watch};
 use crate::stats::{Sample, Summary};
+use crate::streams::Streams;
 
 /// One comparison: the fleet, the load, the faults with their times, and the goals.
 #[derive(Clone, Debug)]
@@ -36,6 +37,8 @@ pub(crate) struct Scenario {
     pub(crate) judged: Range<Duration>,
     /// Faults and their ends, in order.
     pub(crate) schedule: Vec<(Duration, ReplicaEvent)>,
+    /// Number of idle streams that are open during the load.
+    pub(crate) streams: usize,
     /// A request is good if it gets a 200 within this time.
     pub(crate) good_within: Duration,
     /// Replicas whose share is shown.
@@ -217,6 +220,7 @@ impl Scenario {
         step: &str,
     ) -> Result<Measured> {
         let length = self.length(arm);
+        let _streams = Streams::open(&deployment.targets(), self.streams).await?;
         let (begin, progress, samples) = match self.load {
             Load::Open { .. } => {
                 let run = self.start_load(deployment, length, seed);

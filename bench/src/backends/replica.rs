@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use bytes::Bytes;
-use http::{HeaderValue, Request, Response, StatusCode};
+use http::{HeaderValue, Request, Response, StatusCode, header};
 use http_body_util::{BodyExt, Either, Full};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
@@ -304,6 +304,10 @@ impl ReplicaState {
     }
 
     async fn answer(&self, request: Request<Incoming>) -> Result<Answer, Infallible> {
+        if let Some(protocol) = request.headers().get(header::UPGRADE) {
+            let protocol = protocol.clone();
+            return Ok(self.keep_open(request, protocol));
+        }
         if let Some(inference) = &self.inference {
             return Ok(self.infer(inference, &request).await);
         }
@@ -318,6 +322,23 @@ impl ReplicaState {
             *response.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
         }
         Ok(response.map(Either::Left))
+    }
+
+    /// Accepts an upgrade, and keeps the connection open until the client closes it.
+    fn keep_open(&self, request: Request<Incoming>, protocol: HeaderValue) -> Answer {
+        tokio::spawn(async move {
+            if let Ok(upgraded) = hyper::upgrade::on(request).await {
+                // A broken connection has ended, too.
+                let _ = tokio::io::copy(&mut TokioIo::new(upgraded), &mut tokio::io::sink()).await;
+            }
+        });
+        let mut response = Response::new(Either::Left(Full::new(Bytes::new())));
+        *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
+        let headers = response.headers_mut();
+        headers.insert(header::UPGRADE, protocol);
+        headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
+        headers.insert(REPLICA_HEADER, self.number.into());
+        response
     }
 
     async fn infer(&self, inference: &Inference, request: &Request<Incoming>) -> Answer {
@@ -422,7 +443,9 @@ async fn serve_http(stream: TcpStream, state: Arc<ReplicaState>) {
         async move { state.answer(request).await }
     });
     // A connection that the peer breaks off needs no handling here.
-    let _ = auto::Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(stream), service).await;
+    let _ = auto::Builder::new(TokioExecutor::new())
+        .serve_connection_with_upgrades(TokioIo::new(stream), service)
+        .await;
 }
 
 /// Answers HTTP/1.1 requests that have no body, at almost no cost in CPU time. HTTP/2 takes the usual path.

@@ -39,6 +39,7 @@ pub(super) fn scenario(seconds: Duration) -> Scenario {
         arms: vec![Arm::LeastRequest, Arm::Cswrr, Arm::RingHash, Arm::Prequal, Arm::Hinted(3), ALL],
         judged: filling..filling + seconds,
         schedule: Vec::new(),
+        streams: 0,
         good_within: Duration::from_millis(50),
         marked: None,
         watch: None,

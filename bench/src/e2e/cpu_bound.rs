@@ -31,6 +31,7 @@ fn scenario(ms: u64, part: f64, seconds: Duration) -> Scenario {
         arms: vec![Arm::LeastRequest, Arm::Cswrr, Arm::EmptyModule, Arm::Prequal],
         judged: FIRST..FIRST + seconds,
         schedule: Vec::new(),
+        streams: 0,
         good_within: Duration::from_secs(1),
         marked: None,
         watch: None,

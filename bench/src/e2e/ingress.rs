@@ -59,6 +59,7 @@ pub(crate) fn scenario(seconds: Duration) -> Scenario {
         arms: Arm::USUAL.to_vec(),
         judged: FIRST..FIRST + seconds,
         schedule: Vec::new(),
+        streams: 0,
         good_within: Duration::from_millis(500),
         marked: Some(Marked { replicas: FAST..FAST + SLOW, label: "the slow pair" }),
         watch: None,

@@ -64,6 +64,9 @@ pub(crate) struct Any {
     /// one is answered. Needs --envoys 1
     #[arg(long, value_name = "COUNT", conflicts_with = "load", value_parser = clap::value_parser!(u16).range(1..=1000))]
     connections: Option<u16>,
+    /// Idle WebSockets that are open during the load, on average per replica
+    #[arg(long, value_name = "COUNT", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=200))]
+    streams: u16,
     #[command(flatten)]
     pub(super) run: RunArgs,
 }
@@ -224,7 +227,11 @@ pub(super) fn any(fleet: &Any, seconds: Duration) -> Scenario {
     let capacity: f64 = groups.iter().map(|group| group.capacity()).sum();
     let per_second = (fleet.load.unwrap_or_default() * capacity).round().max(1.0) as u32;
     let marked = (!fleet.and.is_empty()).then_some("the other kinds");
-    let open = scenario("fleet", &groups, per_second, marked, seconds);
+    let mut open = scenario("fleet", &groups, per_second, marked, seconds);
+    if fleet.streams > 0 {
+        open.streams = usize::from(fleet.streams) * open.fleet.len();
+        open.title += &format!(", {} idle streams", open.streams);
+    }
     match fleet.connections {
         Some(connections) => Scenario {
             title: format!("{}; {connections} closed-loop connections", text(&groups)),
@@ -266,6 +273,7 @@ fn scenario(
         arms: Arm::STOCK.into_iter().chain([Arm::Prequal]).collect(),
         judged: FIRST..FIRST + seconds,
         schedule: Vec::new(),
+        streams: 0,
         good_within: Duration::from_millis(500),
         marked: marked.map(|label| Marked { replicas, label }),
         watch: None,
@@ -330,7 +338,10 @@ mod tests {
         let kind = |slots, times| ReplicaSpec::new(Service::Queue { slots, times });
         assert_eq!(scenario.fleet.0[13], kind(4, Times::Exponential { mean_ms: 40.0 }));
         assert_eq!(scenario.fleet.0[14], kind(1, Times::Exactly { ms: 80.0 }));
-        assert_eq!(scenario.marked.unwrap().replicas, 14..16);
+        assert_eq!((scenario.marked.unwrap().replicas, scenario.streams), (14..16, 0));
+        let scenario = parsed(&format!("{line} --streams 5")).unwrap();
+        assert!(scenario.title.ends_with(" 50 % load, 80 idle streams"), "{}", scenario.title);
+        assert_eq!(scenario.streams, 80);
     }
 
     #[test]

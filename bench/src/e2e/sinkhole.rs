@@ -95,6 +95,7 @@ fn scenario(fault: Fault, seconds: Duration) -> Scenario {
         arms: Arm::USUAL.to_vec(),
         judged: HEALTHY..HEALTHY + seconds,
         schedule: vec![(HEALTHY, begin), (HEALTHY + seconds, end)],
+        streams: 0,
         good_within: Duration::from_secs(1),
         marked: Some(Marked { replicas: FAILING..FAILING + 1, label: "the failing one" }),
         watch: Some(Watch { replica: FAILING, within: Duration::from_secs(10), part: 0.5 }),

@@ -25,6 +25,7 @@ pub(super) fn scenario(seconds: Duration) -> Scenario {
         arms: Arm::USUAL.to_vec(),
         judged: FIRST..FIRST + seconds,
         schedule: Vec::new(),
+        streams: 0,
         good_within: Duration::from_secs(1),
         marked: Some(Marked { replicas: REPLICAS..2 * REPLICAS, label: "the slow half" }),
         watch: None,

@@ -35,6 +35,7 @@ pub(crate) fn scenario(seconds: Duration) -> Scenario {
         arms: Arm::USUAL.to_vec(),
         judged: Duration::ZERO..seconds,
         schedule: vec![(seconds / 4, change(Service::Sleep { ms: 2000 })), (seconds * 3 / 4, change(USUAL))],
+        streams: 0,
         good_within: Duration::from_secs(1),
         marked: Some(Marked { replicas: STALLED..STALLED + 1, label: "the stalling one" }),
         watch: Some(Watch { replica: STALLED, within: Duration::from_secs(10), part: 0.5 }),

@@ -73,6 +73,7 @@ fn scenario(name: &str, shape: Shape, slow: u16, seconds: Duration) -> Result<Sc
         arms: Arm::USUAL.to_vec(),
         judged: LEARNS..LEARNS + seconds,
         schedule: Vec::new(),
+        streams: 0,
         good_within: Duration::from_secs(2),
         marked: (slow > 0).then_some(Marked { replicas: usual..shape.replicas, label: "the slow quarter" }),
         watch: None,

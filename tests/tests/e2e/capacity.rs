@@ -75,6 +75,7 @@ fn an_impossible_capacity_is_counted_and_has_no_effect() -> Result<()> {
         ";base=-5;knee=4",
         ";base=5000;knee=4;rse=256",
         ";base=5000;knee=4;rse=-1",
+        ";base=5000;knee=4;away=1",
         ";base=5000",
         ";knee=4",
     ];
