@@ -65,6 +65,8 @@ mod process;
 mod proxy;
 #[cfg(feature = "proxy")]
 mod ready;
+#[cfg(feature = "proxy")]
+mod received;
 #[cfg(feature = "tls")]
 mod reload;
 mod reporter;

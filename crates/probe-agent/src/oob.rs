@@ -4,6 +4,7 @@
 //! The service exists only if the operator asks for it; otherwise the backend gets these calls. The calls do not count
 //! as requests in flight. A client that does not read gets no more reports than fit into its window.
 
+use std::convert::Infallible;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -197,12 +198,12 @@ impl Drop for OpenStream {
 
 impl Body for Reports {
     type Data = Bytes;
-    type Error = hyper::Error;
+    type Error = Infallible;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
         let Some(open) = &mut self.0 else { return Poll::Ready(None) };
         if open.draining.as_mut().poll(cx).is_ready() {
             self.0 = None;

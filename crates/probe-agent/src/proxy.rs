@@ -43,6 +43,7 @@ use crate::oob::{Oob, Reports};
 use crate::orca::OrcaFormat;
 use crate::phase::{Life, Phase};
 use crate::probe;
+use crate::received::BrokenOff;
 use crate::reporter::Reporter;
 use crate::traffic::{Event, Traffic};
 use crate::upload::Upload;
@@ -513,7 +514,7 @@ impl Trailers {
 }
 
 /// Records a frame for the access log.
-fn note(busy: &mut Busy, frame: &Poll<Option<Result<Frame<Bytes>, hyper::Error>>>, ends: bool) {
+fn note(busy: &mut Busy, frame: &Poll<Option<Result<Frame<Bytes>, BrokenOff>>>, ends: bool) {
     let Some(entry) = busy.entry() else { return };
     match frame {
         Poll::Ready(Some(Ok(frame))) => {
@@ -529,12 +530,12 @@ fn note(busy: &mut Busy, frame: &Poll<Option<Result<Frame<Bytes>, hyper::Error>>
 
 impl Body for AgentBody {
     type Data = Bytes;
-    type Error = hyper::Error;
+    type Error = BrokenOff;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, BrokenOff>>> {
         match &mut *self {
             Self::Own { body, busy } => {
                 let frame = Pin::new(&mut *body).poll_frame(cx).map_err(|never| match never {});
@@ -558,7 +559,7 @@ impl Body for AgentBody {
                 frame
             }
             Self::Reports { body, busy } => {
-                let frame = Pin::new(&mut *body).poll_frame(cx);
+                let frame = Pin::new(&mut *body).poll_frame(cx).map_err(|never| match never {});
                 note(busy, &frame, body.is_end_stream());
                 frame
             }

@@ -14,6 +14,7 @@ use tokio::sync::oneshot;
 use crate::conn::Watch;
 use crate::leash::{Leash, Open};
 use crate::load::Client;
+use crate::received::{BrokenOff, Received};
 
 /// Request body that records when its client keeps the backend waiting.
 pub(crate) struct Upload {
@@ -30,7 +31,7 @@ pub(crate) struct Source {
     /// Data that was already read, and is read again.
     again: VecDeque<Bytes>,
     /// Client that sends the rest. `None`: the agent's own request, which is whole.
-    inner: Option<(Incoming, Client)>,
+    inner: Option<(Received, Client)>,
     open: Option<Open>,
     /// Connection of the client, which learns when the body ends. `None` over HTTP/2, or if there is no more to read.
     watch: Option<Arc<Watch>>,
@@ -66,8 +67,10 @@ impl Upload {
         leash: Option<&Arc<Leash>>,
         watch: &Arc<Watch>,
     ) -> Self {
+        let http2 = watch.is_http2();
         let open = leash.filter(|_| !inner.is_end_stream()).cloned().map(Open::new);
         let watch = watch.is_unread().then(|| watch.clone());
+        let inner = Received::new(inner, http2);
         Source { again: VecDeque::new(), inner: Some((inner, client)), open, watch }.into()
     }
 
@@ -114,7 +117,7 @@ impl Upload {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum UploadError {
     #[error("the client broke off")]
-    Client(#[source] hyper::Error),
+    Client(#[source] BrokenOff),
     #[error("the request was cut")]
     Cut,
 }

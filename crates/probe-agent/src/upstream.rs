@@ -28,6 +28,7 @@ use tokio::net::{TcpSocket, TcpStream};
 use crate::config::{Limits, Upstream};
 use crate::load::Load;
 use crate::plb::Plb;
+use crate::received::{BrokenOff, Received};
 use crate::socket::Socket;
 use crate::tls::Connector;
 use crate::upload::Upload;
@@ -205,12 +206,13 @@ fn is_refusal(error: &hyper::Error) -> bool {
 
 /// Response body of the backend. Gives its connection or stream back with the last frame.
 pub(crate) struct UpstreamBody {
-    inner: Incoming,
+    inner: Received,
     lease: Option<Lease>,
 }
 
 impl UpstreamBody {
     fn new(inner: Incoming, lease: Lease) -> Self {
+        let inner = Received::new(inner, matches!(lease, Lease::Stream(_)));
         let mut this = Self { inner, lease: Some(lease) };
         if this.inner.is_end_stream() {
             this.release();
@@ -232,12 +234,12 @@ impl UpstreamBody {
 
 impl Body for UpstreamBody {
     type Data = Bytes;
-    type Error = hyper::Error;
+    type Error = BrokenOff;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, BrokenOff>>> {
         let frame = ready!(Pin::new(&mut self.inner).poll_frame(cx));
         match &frame {
             Some(Ok(_)) if !self.inner.is_end_stream() => {}

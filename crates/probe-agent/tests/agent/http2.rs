@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::common::{
-    Frame, agent, client2, eventually, frame, raw_backend, read_frame, read_head, serve, text, within,
+    Frame, agent, client2, eventually, frame, raw, raw_backend, read_frame, read_head, serve, text, within,
 };
 use bytes::Bytes;
 use http::{Request, Response, StatusCode, response};
@@ -23,7 +23,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use probe_agent::config::UpstreamHttp2;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, mpsc};
 
 fn ordinary() -> Request<Empty<Bytes>> {
     Request::get("http://app.example/").body(Empty::new()).unwrap()
@@ -364,6 +364,7 @@ const END_STREAM: u8 = 1;
 const END_HEADERS: u8 = 4;
 const MAX_CONCURRENT_STREAMS: u16 = 3;
 const INITIAL_WINDOW_SIZE: u16 = 4;
+const NO_ERROR: u32 = 0;
 const CANCEL: u32 = 8;
 const REFUSED_STREAM: u32 = 7;
 
@@ -548,6 +549,83 @@ async fn a_request_that_was_not_written_when_its_connection_broke_is_sent_again(
     let mut tcp = TcpStream::from_std(tcp).unwrap();
     let head = within(read_head(&mut tcp)).await;
     assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
+}
+
+/// Starts a backend that answers the first request on each connection with `body`, followed by a reset without an error
+/// code. `flags` are those of the body's frame.
+async fn resetting(flags: u8, body: &'static [u8]) -> SocketAddr {
+    raw_backend(move |mut tcp| async move {
+        greet(&mut tcp, &[]).await;
+        while let Ok(Frame { kind, stream, .. }) = read_frame(&mut tcp).await {
+            if kind == HEADERS {
+                let reply = [
+                    frame(HEADERS, END_HEADERS, stream, &[0x88]),
+                    frame(DATA, flags, stream, body),
+                    frame(RST_STREAM, 0, stream, &NO_ERROR.to_be_bytes()),
+                ];
+                tcp.write_all(&reply.concat()).await.unwrap();
+            }
+        }
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_response_reset_without_an_error_code_is_not_taken_as_complete() {
+    let agent = agent(resetting(0, b"half").await, |config| config.upstream_http2 = UpstreamHttp2::Always);
+    let reply = raw(agent.addr, "GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n").await;
+    assert!(!reply.ends_with("0\r\n\r\n"), "{reply}");
+    // The reset may reach the client before the head.
+    if let Ok(response) = within(client2(agent.addr).await.send_request(ordinary())).await {
+        assert!(within(response.into_body().collect()).await.is_err());
+    }
+    agent.at_rest([0, 2, 0, 0]).await;
+}
+
+/// A server may end an upload that it does not need in this way (RFC 9113 §8.1).
+#[tokio::test]
+async fn a_complete_response_followed_by_a_reset_is_complete() {
+    let agent = agent(resetting(END_STREAM, b"HTTP/2").await, |_| {});
+    let (_tx, body) = Channel::<Bytes, io::Error>::new(1);
+    let request = Request::post("http://app.example/").body(body).unwrap();
+    let response = within(client2(agent.addr).await.send_request(request)).await.unwrap();
+    assert_eq!(version(response).await, "HTTP/2");
+    agent.at_rest([1, 0, 0, 0]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_upload_reset_without_an_error_code_is_not_taken_as_complete() {
+    let (arrived, mut uploads) = mpsc::unbounded_channel();
+    let addr = raw_backend(move |mut tcp| {
+        let arrived = arrived.clone();
+        async move {
+            read_head(&mut tcp).await;
+            tcp.read_exact(&mut [0; b"1\r\nx\r\n".len()]).await.unwrap();
+            arrived.send(None).unwrap();
+            let mut rest = Vec::new();
+            let _ = tcp.read_to_end(&mut rest).await;
+            arrived.send(Some(rest)).unwrap();
+        }
+    })
+    .await;
+    let agent = agent(addr, |config| config.upstream_http2 = UpstreamHttp2::Never);
+    for round in 0..100 {
+        let mut tcp = TcpStream::connect(agent.addr).await.unwrap();
+        // `POST http://a/` in HPACK.
+        let head = [0x83, 0x86, 0x84, 0x01, 1, b'a'];
+        let upload = [
+            &b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..],
+            &frame(SETTINGS, 0, 0, &[]),
+            &frame(HEADERS, END_HEADERS, 1, &head),
+            &frame(DATA, 0, 1, b"x"),
+        ];
+        tcp.write_all(&upload.concat()).await.unwrap();
+        assert_eq!(within(uploads.recv()).await.unwrap(), None);
+        tcp.write_all(&frame(RST_STREAM, 0, 1, &NO_ERROR.to_be_bytes())).await.unwrap();
+        let rest = within(uploads.recv()).await.unwrap().unwrap();
+        assert_eq!(rest.as_slice(), b"", "round {round}");
+    }
+    agent.at_rest([0, 0, 100, 0]).await;
 }
 
 /// Reads until a PING arrives, and answers neither it nor anything after it.
