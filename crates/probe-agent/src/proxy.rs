@@ -420,6 +420,10 @@ fn to_http1(req: &mut Request<Incoming>, pool: &Pool) {
         // HTTP/1.0 can do without this header; HTTP/1.1 cannot.
         req.headers_mut().insert(header::HOST, host);
     }
+    if !req.body().is_end_stream() && req.body().size_hint().exact().is_none() {
+        // Without this header, hyper drops the body of GET and HEAD.
+        req.headers_mut().insert(header::TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
+    }
     if from_http2 && req.headers().get_all(header::COOKIE).iter().nth(1).is_some() {
         join_cookies(req.headers_mut());
     }

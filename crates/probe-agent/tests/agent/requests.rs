@@ -11,9 +11,10 @@ use crate::common::{
     read_head, text, within,
 };
 use bytes::Bytes;
-use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, Version};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Version, header};
 use http_body::Frame;
 use http_body_util::channel::Channel;
+use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt, Empty};
 use hyper_util::rt::TokioIo;
 use prequal_core::wire::report::LoadReport;
@@ -344,6 +345,52 @@ async fn uploads_stream_with_back_pressure_and_arrive_whole() {
 }
 
 #[tokio::test]
+async fn a_get_keeps_its_body_and_no_other_gets_one() {
+    // Returns the body and its framing in a header, because the answer to HEAD has no body.
+    let addr = backend(|req| async move {
+        let framing = [header::TRANSFER_ENCODING, header::CONTENT_LENGTH]
+            .map(|name| req.headers().get(name).and_then(|value| value.to_str().ok()).map(str::to_owned));
+        let body = req.into_body().collect().await.unwrap().to_bytes();
+        let mut reply = text("");
+        reply.headers_mut().insert("x-seen", format!("{framing:?} {body:?}").parse().unwrap());
+        reply
+    })
+    .await;
+    let agent = agent(addr, |config| config.upstream_http2 = UpstreamHttp2::Never);
+    let (mut client1, client2) = (client1(agent.addr).await, client2(agent.addr).await);
+    let mut ended = 0;
+    for method in [Method::GET, Method::HEAD, Method::DELETE] {
+        for (length, body, seen) in [
+            (None, Some("abc"), r#"[Some("chunked"), None] b"abc""#),
+            (Some(3), Some("abc"), r#"[None, Some("3")] b"abc""#),
+            (None, None, r#"[None, None] b"""#),
+        ] {
+            for http2 in [false, true] {
+                let target = if http2 { "http://app.example/" } else { "/" };
+                let mut request =
+                    Request::builder().method(&method).uri(target).header("host", "app.example");
+                request = match length {
+                    Some(length) => request.header("content-length", length),
+                    None if body.is_some() && !http2 => request.header("transfer-encoding", "chunked"),
+                    None => request,
+                };
+                let request = request.body(body.map_or_else(nothing, unknown_length)).unwrap();
+                let response = if http2 {
+                    within(client2.clone().send_request(request)).await
+                } else {
+                    client1.ready().await.unwrap();
+                    within(client1.send_request(request)).await
+                };
+                assert_eq!(response.unwrap().headers()["x-seen"], seen, "{method} http2={http2}");
+                ended += 1;
+            }
+        }
+    }
+    agent.at_rest([ended, 0, 0, 0]).await;
+    assert_eq!(agent.load.counters().upstream_connections(), 1);
+}
+
+#[tokio::test]
 async fn trailers_pass_in_both_versions() {
     for http2 in [false, true] {
         let addr = backend(|req| async move {
@@ -546,6 +593,16 @@ fn with_trailer(data: &'static str, trailer: HeaderValue) -> Channel<Bytes, io::
         let _ = tx.send_trailers(HeaderMap::from_iter([("x-sum".parse().unwrap(), trailer)])).await;
     });
     body
+}
+
+fn nothing() -> BoxBody<Bytes, io::Error> {
+    Empty::new().map_err(|never| match never {}).boxed()
+}
+
+fn unknown_length(data: &'static str) -> BoxBody<Bytes, io::Error> {
+    let (mut tx, body) = Channel::new(1);
+    tokio::spawn(async move { tx.send_data(Bytes::from_static(data.as_bytes())).await });
+    body.boxed()
 }
 
 fn endless() -> Reply {
