@@ -25,5 +25,6 @@ mod ready;
 mod replica;
 mod requests;
 mod reuse;
+mod stalled;
 mod tls;
 mod unix;
