@@ -256,8 +256,8 @@ pub struct Cli {
           value_parser = clap::value_parser!(u64).range(1..=86_400_000))]
     upstream_idle_timeout_ms: u64,
 
-    /// Open at most this many HTTP/2 connections to the backend, 1 to 1000; another is opened when the backend allows
-    /// no more streams on the existing ones
+    /// Open at most this many HTTP/2 connections to the backend, 1 to 1000; another is opened when the existing ones
+    /// have 128 requests each, or as many as the backend allows
     #[arg(long, value_name = "N", default_value_t = 16, env = "PROBE_AGENT_MAX_UPSTREAM_CONNECTIONS",
           value_parser = clap::value_parser!(u64).range(1..=1_000))]
     max_upstream_connections: u64,

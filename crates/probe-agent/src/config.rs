@@ -231,8 +231,8 @@ pub struct Limits {
     pub upstream_idle_timeout: Duration,
     /// Maximum number of idle connections to the backend that are kept. Default 1024.
     pub max_upstream_idle: usize,
-    /// Maximum number of HTTP/2 connections to the backend. Another is opened when the existing ones have as many
-    /// streams as the backend allows. Default 16.
+    /// Maximum number of HTTP/2 connections to the backend. Another is opened when the existing ones have 128 requests
+    /// each, or as many as the backend allows. Default 16.
     pub max_upstream_connections: usize,
     /// Maximum number of requests that wait for an HTTP/2 stream to the backend, each for up to `connect_timeout`.
     /// Further requests, and those that wait longer, get a 503. Default 1024.

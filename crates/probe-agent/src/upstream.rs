@@ -274,7 +274,7 @@ impl Lease {
 /// HTTP/2 flow-control window of a stream: maximum data buffered for a client that reads slowly, bytes.
 const WINDOW: u32 = 64 * 1024;
 /// HTTP/2 flow-control window of a connection, bytes. Clients that never read block the other streams only if their own
-/// streams fill this window. That takes more streams than common servers allow.
+/// streams fill this window. `http2::SHARED_STREAMS` prevents this as long as another connection can be opened.
 const CONNECTION_WINDOW: u32 = 256 * WINDOW;
 /// Maximum length of a response's head, bytes; more if requests may have longer heads.
 const RESPONSE_HEAD: usize = 64 * 1024;

@@ -17,7 +17,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::oneshot;
 
 use super::answer::{Listened, Terms};
-use super::{ForwardError, Pool};
+use super::{CONNECTION_WINDOW, ForwardError, Pool, WINDOW};
 use crate::config::ping_timeout;
 use crate::tls;
 use crate::upload::Upload;
@@ -97,9 +97,10 @@ impl Conn {
         !self.terms.leaving() && !self.terms.worn() && !self.sender.is_closed()
     }
 
-    /// Returns whether the connection has a stream for another request, which the backend is expected to accept.
+    /// Returns whether the connection has a stream for another request, which the backend is expected to accept, and
+    /// for whose response there is room even if no client reads the others.
     fn has_room(&self) -> bool {
-        self.begun < self.quota && self.has_stream()
+        self.begun < self.quota && self.streams.load(Ordering::Relaxed) < SHARED_STREAMS && self.has_stream()
     }
 
     fn has_stream(&self) -> bool {
@@ -258,16 +259,16 @@ impl Pool {
     }
 
     /// Takes a stream of the first connection that has room, so that the others become idle when there is little to do.
-    /// Also takes a stream beyond a connection's quota if no other connection can be opened, or if `dialed` is true:
-    /// the pool has tried to connect, and no attempt is about to succeed. At worst, the backend refuses the request.
+    /// Also takes a stream of a connection without room if no other connection can be opened, or if `dialed` is true:
+    /// the pool has tried to connect, and no attempt is about to succeed. At worst, the backend refuses the request, or
+    /// clients that do not read delay the response.
     fn take(self: &Arc<Self>, http2: &mut Http2, dialed: bool) -> Option<Slot> {
         http2.tidy();
         let beyond = dialed || http2.conns.len() + http2.dialing >= self.max_connections;
-        let index = http2
-            .conns
-            .iter()
-            .position(Conn::has_room)
-            .or_else(|| http2.conns.iter().position(|conn| beyond && conn.has_stream()))?;
+        let index = http2.conns.iter().position(Conn::has_room).or_else(|| {
+            let open = http2.conns.iter().enumerate().filter(|(_, conn)| beyond && conn.has_stream());
+            open.min_by_key(|(_, conn)| conn.streams.load(Ordering::Relaxed)).map(|(index, _)| index)
+        })?;
         let conn = &mut http2.conns[index];
         conn.begun = conn.begun.saturating_add(1);
         conn.used = Instant::now();
@@ -379,8 +380,8 @@ impl Pool {
         let mut builder = http2::Builder::new(TokioExecutor::new());
         builder
             .timer(TokioTimer::new())
-            .initial_stream_window_size(super::WINDOW)
-            .initial_connection_window_size(super::CONNECTION_WINDOW)
+            .initial_stream_window_size(WINDOW)
+            .initial_connection_window_size(CONNECTION_WINDOW)
             .max_header_list_size(u32::try_from(self.max_response_head).unwrap_or(u32::MAX));
         if let Some(interval) = self.ping_interval {
             builder.keep_alive_interval(interval).keep_alive_timeout(ping_timeout(interval));
@@ -419,5 +420,8 @@ const HEDGE: Duration = Duration::from_millis(100);
 /// Number of waiting requests that one more connection is expected to serve. Common servers allow at least that many
 /// streams.
 const EXPECTED_STREAMS: usize = 100;
+/// Number of streams after which a request gets another connection if one can be opened. Responses that no client reads
+/// then fill at most half of the connection's window.
+const SHARED_STREAMS: u32 = CONNECTION_WINDOW / WINDOW / 2;
 /// Idle time after which all connections but the first are closed.
 const SPARE_IDLE: Duration = Duration::from_secs(60);

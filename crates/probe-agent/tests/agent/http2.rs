@@ -628,6 +628,34 @@ async fn an_upload_reset_without_an_error_code_is_not_taken_as_complete() {
     agent.at_rest([0, 0, 100, 0]).await;
 }
 
+#[tokio::test]
+async fn many_requests_share_the_connections_evenly() {
+    let requests = Arc::new([0, 0, 0].map(AtomicUsize::new));
+    let (connections, seen) = (AtomicUsize::new(0), requests.clone());
+    let addr = raw_backend(move |mut tcp| {
+        let (connection, seen) = (connections.fetch_add(1, Ordering::Relaxed), seen.clone());
+        async move {
+            greet(&mut tcp, &[]).await;
+            while let Ok(Frame { kind, .. }) = read_frame(&mut tcp).await {
+                if kind == HEADERS {
+                    seen[connection].fetch_add(1, Ordering::Relaxed);
+                }
+            }
+        }
+    })
+    .await;
+    let agent = agent(addr, |config| config.limits.max_upstream_connections = 2);
+    let client = client2(agent.addr).await;
+    let send = || tokio::spawn(client.clone().send_request(ordinary()));
+    let shares = || [0, 1, 2].map(|connection: usize| requests[connection].load(Ordering::Relaxed));
+    let _first: Vec<_> = (0..129).map(|_| send()).collect();
+    eventually("they have arrived", || shares().iter().sum::<usize>() == 129).await;
+    // Time for the second connection to open. Until then, the first one gets more.
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    let _more: Vec<_> = (129..300).map(|_| send()).collect();
+    eventually("each has half of them", || shares() == [150, 150, 0]).await;
+}
+
 /// Reads until a PING arrives, and answers neither it nor anything after it.
 async fn ping(tcp: &mut TcpStream) {
     while within(read_frame(tcp)).await.unwrap().kind != PING {}

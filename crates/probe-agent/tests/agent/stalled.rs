@@ -1,13 +1,20 @@
 //! Bodies that nobody reads: they hold up no other request on the connections that they share.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use crate::common::{Frame, agent, client2, eventually, frame, raw_backend, read_frame, within};
 use bytes::Bytes;
-use http::{Request, StatusCode};
-use http_body_util::Full;
+use http::{Request, Response, StatusCode};
+use http_body_util::channel::Channel;
+use http_body_util::{BodyExt, Empty, Full};
+use hyper::body::Incoming;
+use hyper::client::conn::http2 as client;
+use hyper::server::conn::http2 as server;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use probe_agent::config::UpstreamHttp2;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -100,6 +107,50 @@ async fn an_unread_upload_in_frames_of_one_byte_does_not_end_the_connection() {
             _ => {}
         }
     }
+}
+
+#[tokio::test]
+async fn responses_that_their_clients_do_not_read_block_no_other_response() {
+    let addr = raw_backend(|tcp| async move {
+        let answer = |req: Request<Incoming>| async move {
+            let (mut tx, body) = Channel::<Bytes>::new(1);
+            tokio::spawn(async move {
+                if req.uri().path() == "/" {
+                    let _ = tx.send_data(Bytes::from_static(b"hello")).await;
+                    return;
+                }
+                let chunk = Bytes::from(vec![b'x'; 16 << 10]);
+                while tx.send_data(chunk.clone()).await.is_ok() {}
+            });
+            Ok::<_, Infallible>(Response::new(body))
+        };
+        let _ = server::Builder::new(TokioExecutor::new())
+            .max_concurrent_streams(10_000)
+            .serve_connection(TokioIo::new(tcp), service_fn(answer))
+            .await;
+    })
+    .await;
+    let agent = agent(addr, |config| config.upstream_http2 = UpstreamHttp2::Always);
+    let mut unread = Vec::new();
+    for _ in 0..4 {
+        let tcp = TcpStream::connect(agent.addr).await.unwrap();
+        let (client, conn) = client::Builder::new(TokioExecutor::new())
+            .initial_stream_window_size(1 << 10)
+            .handshake(TokioIo::new(tcp))
+            .await
+            .unwrap();
+        tokio::spawn(conn);
+        for _ in 0..150 {
+            let request = Request::get("http://app.example/endless").body(Empty::<Bytes>::new()).unwrap();
+            let response = within(client.clone().send_request(request)).await.unwrap();
+            assert_eq!(response.status(), StatusCode::OK);
+            unread.push(response);
+        }
+    }
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    let request = Request::get("http://app.example/").body(Empty::<Bytes>::new()).unwrap();
+    let response = within(client2(agent.addr).await.send_request(request)).await.unwrap();
+    assert_eq!(within(response.into_body().collect()).await.unwrap().to_bytes(), "hello");
 }
 
 const DATA: u8 = 0;
