@@ -70,6 +70,10 @@ pub(crate) fn connected_http2(stream: &BackendTls) -> bool {
     match *stream {}
 }
 
+pub(crate) fn refused_protocol(_: &io::Error) -> bool {
+    false
+}
+
 impl AsyncRead for Never {
     fn poll_read(self: Pin<&mut Self>, _: &mut Context<'_>, _: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         match *self.get_mut() {}

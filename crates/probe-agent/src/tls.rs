@@ -12,7 +12,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::ClientCertVerifier;
-use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use rustls::{AlertDescription, ClientConfig, RootCertStore, ServerConfig};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 use x509_cert::Certificate;
 use x509_cert::der::Decode as _;
@@ -172,6 +172,13 @@ pub(crate) fn accepted_http2(stream: &ClientTls) -> Option<bool> {
 /// Returns whether the backend agreed to HTTP/2.
 pub(crate) fn connected_http2(stream: &BackendTls) -> bool {
     stream.get_ref().1.alpn_protocol() == Some(b"h2")
+}
+
+/// Returns whether the backend broke off the handshake because it does not speak the version of HTTP that the agent
+/// offered (RFC 7301 §3.2).
+pub(crate) fn refused_protocol(error: &io::Error) -> bool {
+    let error = error.get_ref().and_then(|error| error.downcast_ref());
+    matches!(error, Some(rustls::Error::AlertReceived(AlertDescription::NoApplicationProtocol)))
 }
 
 /// Counts and logs an attempt to use new files.

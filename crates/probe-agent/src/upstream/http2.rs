@@ -361,8 +361,9 @@ impl Pool {
         let tcp = tcp.await.map_err(|_| Failure::Timeout)??;
         let Some(tls) = &self.tls else { return self.greet(tcp).await };
         let stream = tokio::time::timeout(self.connect_timeout, tls.connect(true, tcp));
-        let stream =
-            stream.await.map_err(|_| Failure::Timeout)?.map_err(|error| Failure::Connect(error.kind()))?;
+        let stream = stream.await.map_err(|_| Failure::Timeout)?.map_err(|error| {
+            if tls::refused_protocol(&error) { Failure::NoHttp2 } else { Failure::Connect(error.kind()) }
+        })?;
         if !tls::connected_http2(&stream) {
             return Err(Failure::NoHttp2);
         }

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use crate::common::{agent, any_port, backend, client2, fetch, raw, text};
+use crate::common::{agent, any_port, backend, client2, fetch, raw, raw_backend, serve, text, within};
 use bytes::Bytes;
 use http::{Request, StatusCode, Version};
 use http_body_util::{BodyExt, Empty};
@@ -13,11 +13,11 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use probe_agent::Agent;
 use probe_agent::config::{AgentConfig, UpstreamTls};
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, ServerName};
-use rustls::{ClientConfig, RootCertStore};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tokio::net::TcpStream;
-use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
+use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 /// A self-signed certificate for `localhost`, on disk as operators have it.
 struct Files {
@@ -90,6 +90,49 @@ async fn tls_to_tls_in_both_versions() {
     );
     assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "hello");
     outer.at_rest([2, 0, 0, 0]).await;
+}
+
+#[tokio::test]
+async fn a_tls_backend_with_http1_alone_gets_all_requests_but_grpc() {
+    let files = Files::new();
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let mut config = ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_no_client_auth()
+        .with_single_cert(
+            vec![CertificateDer::from_pem_file(&files.cert).unwrap()],
+            PrivateKeyDer::from_pem_file(&files.key).unwrap(),
+        )
+        .unwrap();
+    config.alpn_protocols = vec![b"http/1.1".to_vec()];
+    let acceptor = TlsAcceptor::from(Arc::new(config));
+    let addr = raw_backend(move |tcp| {
+        let acceptor = acceptor.clone();
+        async move {
+            if let Ok(tls) = acceptor.accept(tcp).await {
+                serve(tls, |req| async move {
+                    text(if req.version() == Version::HTTP_11 { "HTTP/1.1" } else { "other" })
+                })
+                .await;
+            }
+        }
+    })
+    .await;
+    let agent = agent(addr, |config| config.upstream_tls = files.upstream());
+    let client = client2(agent.addr).await;
+    for _ in 0..2 {
+        let request = Request::get("http://a/").body(Empty::<Bytes>::new()).unwrap();
+        let response = within(client.clone().send_request(request)).await.unwrap();
+        assert_eq!(response.status(), StatusCode::OK);
+        assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "HTTP/1.1");
+    }
+    let grpc = Request::post("http://a/").header("content-type", "application/grpc");
+    let response = within(client.clone().send_request(grpc.body(Empty::new()).unwrap())).await.unwrap();
+    assert_eq!(response.status(), StatusCode::BAD_GATEWAY);
+    let body = response.into_body().collect().await.unwrap().to_bytes();
+    assert_eq!(body, "probe-agent: backend does not speak HTTP/2\n");
+    agent.at_rest([2, 1, 0, 0]).await;
 }
 
 #[tokio::test]
