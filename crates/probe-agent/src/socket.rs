@@ -5,6 +5,7 @@ use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpSocket, TcpStream, UnixListener, UnixStream};
@@ -19,9 +20,10 @@ pub(crate) enum Socket {
 }
 
 impl Socket {
+    /// Connects, without a limit of time.
     pub(crate) async fn connect(target: &Upstream) -> io::Result<Self> {
         Ok(match (target.path(), target.addr()) {
-            (Some(path), _) => Self::Unix(UnixStream::connect(path).await?),
+            (Some(path), _) => Self::Unix(connect_unix(path).await?),
             (None, Some(addr)) => Self::Tcp(TcpStream::connect(addr).await?),
             (None, None) => Self::Tcp(TcpStream::connect((target.host(), target.port())).await?),
         })
@@ -47,6 +49,17 @@ impl Socket {
         match self {
             Self::Tcp(tcp) => Some(tcp),
             Self::Unix(_) => None,
+        }
+    }
+}
+
+/// Connects, and waits as long as the queue of connections that the listener has not accepted is full. A TCP connection
+/// waits in the kernel in this case.
+async fn connect_unix(path: &Path) -> io::Result<UnixStream> {
+    loop {
+        match UnixStream::connect(path).await {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => tokio::time::sleep(QUEUE_FULL).await,
+            connected => return connected,
         }
     }
 }
@@ -160,5 +173,7 @@ impl AsyncWrite for Socket {
     }
 }
 
+/// Pause after which a connection is tried again if the listener's queue was full.
+const QUEUE_FULL: Duration = Duration::from_millis(5);
 /// Number of connections that the system accepts ahead of the agent.
 pub(crate) const BACKLOG: u32 = 4096;

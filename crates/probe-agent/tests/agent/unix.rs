@@ -1,20 +1,25 @@
 //! Unix sockets on either side of the agent.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use crate::common::{Process, Running, agent, dead_backend, eventually, fetch, get, serve, text, within};
 use bytes::Bytes;
-use http::{Request, StatusCode};
+use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt, Empty};
+use hyper::body::Incoming;
 use hyper::client::conn::{http1, http2};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use probe_agent::config::{Listen, Upstream};
 use tempfile::TempDir;
-use tokio::net::{UnixListener, UnixStream};
+use tokio::net::{UnixListener, UnixSocket, UnixStream};
 use tokio::process::Command;
 
 fn unix_backend(path: &Path) {
-    let listener = UnixListener::bind(path).unwrap();
+    accept(UnixListener::bind(path).unwrap());
+}
+
+fn accept(listener: UnixListener) {
     tokio::spawn(async move {
         while let Ok((unix, _)) = listener.accept().await {
             tokio::spawn(serve(unix, |req| async move {
@@ -89,6 +94,50 @@ async fn a_backend_without_its_socket_is_down() {
     std::fs::remove_file(&back).unwrap();
     unix_backend(&back);
     eventually("the agent finds it", || agent.load.is_ready()).await;
+}
+
+async fn request(front: &Path) -> Response<Incoming> {
+    let unix = UnixStream::connect(front).await.unwrap();
+    let (mut sender, conn) = http1::handshake(TokioIo::new(unix)).await.unwrap();
+    tokio::spawn(conn);
+    within(sender.send_request(get("/"))).await.unwrap()
+}
+
+#[tokio::test]
+async fn a_backend_that_accepts_late_fails_no_request() {
+    let dir = tempfile::tempdir().unwrap();
+    let (agent, front, back) = between(&dir).await;
+    let listener = UnixSocket::new_stream().unwrap();
+    listener.bind(&back).unwrap();
+    let listener = listener.listen(1).unwrap();
+    let requests: Vec<_> = (0..8)
+        .map(|_| {
+            let front = front.clone();
+            tokio::spawn(async move { request(&front).await })
+        })
+        .collect();
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    accept(listener);
+    for request in requests {
+        assert_eq!(within(request).await.unwrap().status(), StatusCode::OK);
+    }
+    agent.at_rest([8, 0, 0, 0]).await;
+    assert!(agent.load.counters().upstream_errors().all(|(_, count)| count == 0));
+}
+
+#[tokio::test]
+async fn a_backend_that_does_not_accept_causes_a_504() {
+    let dir = tempfile::tempdir().unwrap();
+    let (agent, front, back) = between(&dir).await;
+    let _listener = std::os::unix::net::UnixListener::bind(&back).unwrap();
+    let mut queued = Vec::new();
+    while let Ok(unix) = UnixStream::connect(&back).await {
+        queued.push(unix);
+    }
+    let response = request(&front).await;
+    assert_eq!(response.status(), StatusCode::GATEWAY_TIMEOUT);
+    assert_eq!(response.headers()["x-prequal-failure"], "unsent");
+    agent.at_rest([0, 1, 0, 0]).await;
 }
 
 fn binary(listen: &Path, extra: &[&str]) -> Command {
