@@ -362,7 +362,7 @@ impl PoolState {
             && let Some((index, branch, gave_way)) = self.first_or_tried(order, tried, rng)
             && !(branch == Branch::Hot && self.overflows(settings, stamp, index))
             && let Some(entry) = self.entries.get_mut(index)
-            && !(learning && entry.rif >= CROWD)
+            && !(learning && entry.at_server() >= u32::from(CROWD))
         {
             pick.replica = Some(entry.endpoint);
             pick.latency_us = order.latency_us(entry);
