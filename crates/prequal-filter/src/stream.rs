@@ -33,8 +33,6 @@ pub(crate) struct Stream {
     filter: Rc<Filter>,
     /// Index of the upstream cluster, once the request is known to be for a configured cluster.
     cluster: Option<usize>,
-    /// Whether the cluster was looked up.
-    looked_up: bool,
     request: Request,
     /// Cell in which the root leaves the choice for a waiting request.
     placed: Option<Placed>,
@@ -51,7 +49,6 @@ impl Stream {
             id,
             filter,
             cluster: None,
-            looked_up: false,
             request: Request::default(),
             placed: None,
             progress: Progress::default(),
@@ -117,7 +114,7 @@ impl Stream {
         self.take_placed();
         if let Some(cluster) = self.cluster.and_then(|index| self.filter.clusters.get(index)) {
             let witness =
-                EnvoyWitness { filter: &self.filter, looked_up: self.looked_up, progress: self.progress };
+                EnvoyWitness { filter: &self.filter, cluster: self.cluster, progress: self.progress };
             cluster.balancer.borrow_mut().completed(&self.request, &witness);
         }
     }
@@ -126,7 +123,7 @@ impl Stream {
 /// Envoy's account of the request that is the effective context.
 struct EnvoyWitness<'a> {
     filter: &'a Filter,
-    looked_up: bool,
+    cluster: Option<usize>,
     progress: Progress,
 }
 
@@ -135,12 +132,14 @@ impl Witness for EnvoyWitness<'_> {
         host::now()
     }
 
-    /// The first request that is not for a configured cluster turns the lookup on.
+    /// The first request that is not for a configured cluster turns the lookup on. A request that was looked up is
+    /// checked too, because the route may have changed since.
     fn is_ours(&self) -> bool {
-        self.looked_up || self.filter.routed_cluster().is_some() || {
+        let ours = self.filter.routed_cluster() == self.cluster;
+        if !ours {
             self.filter.look_up_cluster.set(true);
-            false
         }
+        ours
     }
 
     fn served_by(&self) -> Option<Endpoint> {
@@ -170,8 +169,7 @@ impl HttpContext for Stream {
         let filter = Rc::clone(&self.filter);
         // The property takes 2 µs to read. With a single configured cluster, it is not read until a request turns out
         // to have gone elsewhere.
-        self.looked_up = filter.look_up_cluster.get();
-        self.cluster = if self.looked_up { filter.routed_cluster() } else { Some(0) };
+        self.cluster = if filter.look_up_cluster.get() { filter.routed_cluster() } else { Some(0) };
         let found = self.cluster.and_then(|index| Some((index, filter.clusters.get(index)?)));
         let Some((index, cluster)) = found else {
             steer(filter.shim, &self.request);
@@ -226,7 +224,7 @@ impl HttpContext for Stream {
         } else if balancer.config().probe.piggyback {
             let report = headers::report(&headers);
             let witness =
-                EnvoyWitness { filter: &self.filter, looked_up: self.looked_up, progress: self.progress };
+                EnvoyWitness { filter: &self.filter, cluster: self.cluster, progress: self.progress };
             let now = host::now();
             balancer.response(now, &mut self.request, self.failed, report, &witness);
             balancer.settle(now, &mut *self.filter.rng.borrow_mut());
@@ -263,8 +261,7 @@ impl Drop for Stream {
         self.stop_waiting();
         let Some(cluster) = self.cluster.and_then(|index| self.filter.clusters.get(index)) else { return };
         let request = mem::take(&mut self.request);
-        let witness =
-            EnvoyWitness { filter: &self.filter, looked_up: self.looked_up, progress: self.progress };
+        let witness = EnvoyWitness { filter: &self.filter, cluster: self.cluster, progress: self.progress };
         cluster.balancer.borrow_mut().ended(request, self.progress.complete, self.failed, &witness);
     }
 }

@@ -293,6 +293,26 @@ fn a_request_to_another_cluster_is_not_counted_and_enables_the_lookup() {
 }
 
 #[test]
+fn a_request_whose_route_changes_after_the_lookup_is_not_counted() {
+    start_with("");
+    warm();
+    set_property(1, "xds.cluster_name", "elsewhere");
+    Stream::begin(1, &[]).0.headers(&[(":status", "200")], true);
+    let classes = || ["answer", "upstream_failure", "client_abort", "local"].map(outcome);
+    let before = classes();
+    for id in 2..4 {
+        let stream = get(id);
+        assert!(log().contains(&"property xds.cluster_name".into()), "the lookup is on");
+        stream.property("xds.cluster_name", "elsewhere");
+        stream.property("upstream.address", "10.9.9.9:80");
+        stream.headers(&[(":status", "200"), (HEADER_LOAD, "1;10000;10.9.9.9:80")], true);
+        stream.end();
+    }
+    assert_eq!(classes(), before);
+    assert_eq!((metric("prequal_members"), metric("prequal_diverted_total")), (3, 0));
+}
+
+#[test]
 fn requests_to_another_cluster_with_the_same_replicas_enable_the_lookup() {
     start_with("");
     warm();
