@@ -47,6 +47,7 @@ pub(super) fn check_pair<'a>(
 ) -> Option<At<'a>> {
     if let Some(serving) = serving {
         check_kind(serving, findings);
+        check_subsets(serving, findings);
         check_breakers(serving, findings);
         check_codec(&http_filters(serving), findings);
     }
@@ -61,7 +62,10 @@ pub(super) fn check_pair<'a>(
         if placement == Placement::Learned {
             check_placement(source, serving, &probing, findings);
         }
-        compare(source, serving, &probing, placement, findings);
+        // The endpoints of an aggregate cluster are in other clusters.
+        if !is_aggregate(serving) {
+            compare(source, serving, &probing, placement, findings);
+        }
     }
     Some(probing)
 }
@@ -94,6 +98,23 @@ fn check_kind(cluster: &At<'_>, findings: &mut Findings) {
         findings.push(ORIGINAL_DST, &cluster.path, name);
     } else if kind == "LOGICAL_DNS" || named.ends_with("logical_dns") || single {
         findings.push(LOGICAL_DNS, &cluster.path, name);
+    } else if is_aggregate(cluster) {
+        findings.push(AGGREGATE, &cluster.path, name);
+    }
+}
+
+fn is_aggregate(cluster: &At<'_>) -> bool {
+    let custom = cluster.get("cluster_type");
+    custom.is_some_and(|custom| custom.text("name").is_some_and(|name| name.ends_with("aggregate")))
+}
+
+/// Reports subsets: Envoy looks up the chosen host among all hosts of the cluster.
+fn check_subsets(serving: &At<'_>, findings: &mut Findings) {
+    // Without selectors, Envoy ignores the field.
+    let field = serving.get("lb_subset_config").filter(|config| !config.list("subset_selectors").is_empty());
+    let policy = || policies(serving).iter().find_map(|policy| policy.typed("Subset"));
+    if let Some(subsets) = field.or_else(policy) {
+        findings.push(SUBSETS, &subsets.path, serving.text("name").unwrap_or_default());
     }
 }
 
@@ -264,16 +285,21 @@ fn by_locality(cluster: &At<'_>) -> bool {
     let old = ["locality_weighted_lb_config", "zone_aware_lb_config"]
         .iter()
         .any(|key| common.as_ref().is_some_and(|common| common.get(key).is_some()));
-    let outer = policy_configs(cluster.get("load_balancing_policy"));
-    let inner: Vec<At<'_>> =
-        outer.iter().flat_map(|policy| policy_configs(policy.get("fallback_policy"))).collect();
-    old || outer.iter().chain(&inner).any(|policy| policy.get("locality_lb_config").is_some())
+    let by_policy = |policy: &At<'_>| policy.at(&["typed_config", "locality_lb_config"]).is_some();
+    old || policies(cluster).iter().any(by_policy)
 }
 
-/// Returns the messages in a list of policies.
-fn policy_configs<'a>(policy: Option<At<'a>>) -> Vec<At<'a>> {
-    let policies = policy.map(|policy| policy.list("policies")).unwrap_or_default();
-    policies.iter().filter_map(|policy| policy.at(&["typed_extension_config", "typed_config"])).collect()
+/// Returns the cluster's policies, and those that they fall back to.
+fn policies<'a>(cluster: &At<'a>) -> Vec<At<'a>> {
+    let listed = |policy: Option<At<'a>>| {
+        let list = policy.map(|policy| policy.list("policies")).unwrap_or_default();
+        list.into_iter().filter_map(|policy| policy.get("typed_extension_config"))
+    };
+    let mut all: Vec<At<'a>> = listed(cluster.get("load_balancing_policy")).collect();
+    let fallbacks: Vec<At<'a>> =
+        all.iter().flat_map(|policy| listed(policy.at(&["typed_config", "fallback_policy"]))).collect();
+    all.extend(fallbacks);
+    all
 }
 
 /// Returns the service name and the source of a cluster with EDS.

@@ -157,6 +157,12 @@ codes! {
         "use STATIC, STRICT_DNS or EDS";
     LOGICAL_DNS Error "logical-dns": "the type of the cluster is LOGICAL_DNS",
         "it has only one host: there is nothing to balance", "use STRICT_DNS";
+    AGGREGATE Error "aggregate": "the type of the cluster is aggregate",
+        "it has no endpoints of its own, so Envoy ignores Prequal's choices",
+        "route to a cluster that has the endpoints; for fail-over, give that cluster several priorities";
+    SUBSETS Error "subsets": "the serving cluster divides its endpoints into subsets",
+        "Prequal chooses among all endpoints, so requests reach endpoints outside the subset that their route selects (`metadata_match`)",
+        "use a cluster of its own for each subset, and name each in the settings";
     PROBE_CLUSTER_SAME Error "probe-cluster-same": "`probe_cluster` is the serving cluster, without `override_host`",
         "probes cannot be addressed: replies come from hosts that were not probed",
         "add a second cluster with the same endpoints, as shipped";

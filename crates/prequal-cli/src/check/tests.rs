@@ -89,6 +89,12 @@ fn strip_upstream(root: &mut Value) {
         json!([{"name": "strip", "typed_config": strip}, {"name": "codec", "typed_config": codec}]);
 }
 
+fn subset_policy() -> Value {
+    json!({"policies": [{"typed_extension_config": {"name": "subset", "typed_config": {
+        "@type": "type.googleapis.com/envoy.extensions.load_balancing_policies.subset.v3.Subset",
+        "subset_selectors": [{"keys": ["version"]}]}}}]})
+}
+
 fn upstream_filters(root: &mut Value) -> &mut Vec<Value> {
     let router = list(manager(root, "/http_filters")).last_mut().unwrap();
     list(&mut router["typed_config"]["upstream_http_filters"])
@@ -244,6 +250,28 @@ const BREAKS: &[Break] = &[
     ("original-dst", |root| {
         remove(cluster(root, 1), "type");
         cluster(root, 1)["cluster_type"] = json!({"name": "envoy.cluster.original_dst"});
+    }),
+    ("aggregate", |root| {
+        let serving = cluster(root, 0);
+        remove(serving, "type");
+        remove(serving, "load_assignment");
+        serving["lb_policy"] = json!("CLUSTER_PROVIDED");
+        serving["cluster_type"] = json!({"name": "envoy.clusters.aggregate", "typed_config": {
+            "@type": "type.googleapis.com/envoy.extensions.clusters.aggregate.v3.ClusterConfig",
+            "clusters": ["one", "other"]}});
+    }),
+    ("subsets", |root| {
+        cluster(root, 0)["lb_subset_config"] =
+            json!({"fallback_policy": "NO_FALLBACK", "subset_selectors": [{"keys": ["version"]}]});
+    }),
+    ("subsets", |root| {
+        remove(cluster(root, 0), "lb_policy");
+        cluster(root, 0)["load_balancing_policy"] = subset_policy();
+    }),
+    ("subsets", |root| {
+        override_host(root);
+        let policy = &mut cluster(root, 0)["load_balancing_policy"]["policies"][0]["typed_extension_config"];
+        policy["typed_config"]["fallback_policy"] = subset_policy();
     }),
     ("logical-dns", |root| cluster(root, 0)["type"] = json!("LOGICAL_DNS")),
     ("logical-dns", |root| {
@@ -534,6 +562,8 @@ fn allowed_variants_have_no_findings() {
             }
         }),
         ("override_host", override_host),
+        // Envoy then ignores the field.
+        ("subsets without selectors", |root| cluster(root, 0)["lb_subset_config"] = json!({})),
         ("the choice removed by every route that leads to replicas", |root| {
             remove(manager(root, "/route_config"), "request_headers_to_remove");
             manager(root, &format!("{ROUTES}/1"))["request_headers_to_remove"] = json!(["X-Prequal-Dest"]);
