@@ -22,9 +22,7 @@ pub(super) fn check(place: &At<'_>, findings: &mut Findings) {
             }
         }
         Value::Object(fields) => {
-            // The content of a `Struct` is free-form.
-            let free = |kind: &str| kind.ends_with("google.protobuf.Struct");
-            if place.text("@type").is_some_and(free) {
+            if is_free(place) {
                 return;
             }
             for key in fields.keys() {
@@ -44,6 +42,17 @@ pub(super) fn check(place: &At<'_>, findings: &mut Findings) {
         }
         _ => {}
     }
+}
+
+/// Returns whether a message may have any fields: it is a `Struct`, or its type is not one of Envoy's.
+fn is_free(message: &At<'_>) -> bool {
+    let Some(mut name) = message.text("@type") else { return false };
+    if name.ends_with("TypedStruct") {
+        name = message.text("type_url").unwrap_or_default();
+    }
+    let name = name.rsplit('/').next().unwrap_or_default();
+    // Its `route_config` is a list.
+    !name.starts_with("envoy.") || name.ends_with(".DubboProxy")
 }
 
 fn problem(kind: Kind, value: &Value) -> Option<String> {
@@ -70,8 +79,17 @@ fn problem(kind: Kind, value: &Value) -> Option<String> {
     (!fits).then(|| format!("must be {wanted}, is {got}"))
 }
 
-/// Fields whose content is free-form.
-const FREE: &[&str] = &["metadata", "filter_metadata", "layers", "entries"];
+/// Fields whose content is free-form, at least in part.
+const FREE: &[&str] = &[
+    "metadata",
+    "filter_metadata",
+    "filter_context",
+    "layers",
+    "entries",
+    "json_format",
+    "typed_json_format",
+    "transport_socket_matches",
+];
 
 /// Fields that the checks read, by name: each has the same type wherever it occurs in Envoy's API.
 const FIELDS: &[(&str, Kind)] = &[

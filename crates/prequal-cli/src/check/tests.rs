@@ -108,6 +108,11 @@ const BREAKS: &[Break] = &[
     ("wrong-type", |root| root["static_resources"]["clusters"] = json!(7)),
     ("wrong-type", |root| *manager(root, "/http_filters") = json!({"a": 1})),
     ("wrong-type", |root| *manager(root, "/http_filters/0") = Value::Null),
+    ("wrong-type", |root| {
+        let filter = manager(root, "/http_filters/0/typed_config").take();
+        *manager(root, "/http_filters/0/typed_config") = json!({"@type": "type.googleapis.com/xds.type.v3.TypedStruct",
+            "type_url": filter["@type"], "value": {"mutations": {"request_mutations": 7}}});
+    }),
     ("merge-key", |root| cluster(root, 0)["<<"] = json!({"connect_timeout": "1s"})),
     ("filter-missing", |root| drop(list(manager(root, "/http_filters")).remove(1))),
     ("filter-missing", |root| root["static_resources"]["listeners"] = json!([])),
@@ -608,6 +613,34 @@ fn allowed_variants_have_no_findings() {
             let settings: Value = serde_json::from_str(configuration["value"].as_str().unwrap()).unwrap();
             *configuration =
                 json!({"@type": "type.googleapis.com/google.protobuf.Struct", "value": settings});
+        }),
+        ("an access log in JSON with keys that are fields elsewhere", |root| {
+            let format =
+                json!({"route": "%ROUTE_NAME%", "match": "%REQ(:PATH)%", "clusters": "%UPSTREAM_CLUSTER%"});
+            manager(root, "")["access_log"] = json!([{"name": "file", "typed_config": {
+                "@type": "type.googleapis.com/envoy.extensions.access_loggers.file.v3.FileAccessLog",
+                "path": "/dev/stdout", "log_format": {"json_format": format}}}]);
+            manager(root, "")["local_reply_config"] = json!({"body_format": {"json_format": format}});
+        }),
+        ("filters of others, with fields of their own", |root| {
+            let filters = list(manager(root, "/http_filters"));
+            let of_others = json!({"route": "a", "filters": {}});
+            let wrapped = json!({"@type": "type.googleapis.com/udpa.type.v1.TypedStruct",
+                "type_url": "type.googleapis.com/example.Filter", "value": of_others});
+            filters.insert(0, json!({"name": "wrapped", "typed_config": wrapped}));
+            let mut plain = of_others;
+            plain["@type"] = json!("type.googleapis.com/example.Filter");
+            filters.insert(0, json!({"name": "plain", "typed_config": plain}));
+        }),
+        ("a Dubbo proxy, whose `route_config` is a list", |root| {
+            let mut listener = root["static_resources"]["listeners"][0].clone();
+            listener["filter_chains"] = json!([{"filters": [{"name": "dubbo", "typed_config": {
+                "@type": "type.googleapis.com/envoy.extensions.filters.network.dubbo_proxy.v3.DubboProxy",
+                "stat_prefix": "dubbo", "route_config": [{"name": "a", "interface": "b", "routes": []}]}}]}]);
+            list(&mut root["static_resources"]["listeners"]).push(listener);
+        }),
+        ("transport sockets by labels", |root| {
+            cluster(root, 0)["transport_socket_matches"] = json!([{"name": "a", "match": {"route": "b"}}]);
         }),
         ("a filter in a wrapper", |root| {
             let filter = manager(root, "/http_filters/0/typed_config").take();
