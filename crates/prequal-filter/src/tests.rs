@@ -503,3 +503,36 @@ fn trailers_are_read_once_if_they_may_contain_utilisation() {
     let settings = r#","rule":"zuul_choice_of_two","orca_utilization":"utilization""#;
     assert_eq!(reads_of_trailers(settings), 1);
 }
+
+#[test]
+fn the_inbound_role_counts_grpc_calls_with_several_messages_as_streams() {
+    const OK: &[u8] = b"\0\0\0\0\x02ok";
+    const TRAILERS: &[u8] = b"\x80\0\0\0\x0fgrpc-status:0\r\n";
+    let both = |one: &[u8], other: &[u8]| [one, other].concat();
+    assert!(start(r#"{"role":"inbound"}"#), "{:?}", log());
+    let calls: [(&str, &[&[u8]], &str); 8] = [
+        ("application/grpc", &[OK], "success"),
+        ("application/grpc", &[OK, OK], "streaming"),
+        ("application/grpc", &[&both(OK, OK)], "streaming"),
+        // Over HTTP/1.1, gRPC-Web's trailers are the last part of the body.
+        ("application/grpc-web+proto", &[&both(OK, TRAILERS)], "success"),
+        ("application/grpc-web+proto", &[OK, TRAILERS], "success"),
+        ("application/grpc-web+proto", &[OK, &TRAILERS[..1], &TRAILERS[1..]], "success"),
+        ("application/grpc-web+proto", &[&both(OK, OK), TRAILERS], "streaming"),
+        // The same in base64.
+        ("application/grpc-web-text+proto", &[b"AAAAAAJvaw==", b"gAAAAA9ncnBjLXN0YXR1czowDQo="], "success"),
+    ];
+    for (id, (content_type, parts, outcome)) in (2..).zip(calls) {
+        let ended =
+            || metric(&format!("prequal_inbound_requests_total.endpoint=10_0_0_1_80.result={outcome}"));
+        let before = ended();
+        set_property(id, "destination.address", "10.0.0.1:80");
+        let (stream, _) = Stream::begin(id, &[(":path", "/")]);
+        stream.property("response.code_details", "via_upstream");
+        stream.headers(&[(":status", "200"), ("content-type", content_type)], false);
+        parts.iter().for_each(|part| stream.data(part, false));
+        stream.data(b"", true);
+        stream.end();
+        assert_eq!(ended(), before + 1, "{content_type} {parts:?}");
+    }
+}

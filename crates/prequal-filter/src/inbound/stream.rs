@@ -28,6 +28,8 @@ use crate::outcome::{Progress, grpc_failed};
 const GRPC_UNARY_TAIL_US: u64 = 1_000_000;
 /// Length of the prefix of each gRPC message, bytes: a flag, and the message's length in four bytes.
 const GRPC_PREFIX: usize = 5;
+/// Flag that marks gRPC-Web's trailers, which look like a message. HTTP/1.1 clients find them in the body.
+const GRPC_WEB_TRAILERS: u8 = 0x80;
 
 /// One request at the replica's Envoy.
 pub(crate) struct InboundStream {
@@ -115,7 +117,8 @@ impl InboundStream {
         let content_type = header("content-type");
         if is_grpc(&content_type) {
             self.failed |= grpc_failed(MapType::HttpResponseHeaders);
-            self.grpc = Some(Grpc::default());
+            // The messages of this type are in base64, so they are not counted. The call counts as an ordinary request.
+            self.grpc = (!content_type.starts_with(b"application/grpc-web-text")).then(Grpc::default);
         } else if content_type.starts_with(b"text/event-stream") {
             self.mark_streaming();
         }
@@ -278,19 +281,28 @@ impl Grpc {
     /// is a stream.
     fn data(&mut self, size: usize) -> bool {
         let now = host::now();
-        if self.received == 0 {
-            let prefix = hostcalls::get_buffer(BufferType::HttpResponseBody, 0, GRPC_PREFIX);
-            if let Ok(Some(prefix)) = prefix
-                && let [_, a, b, c, d] = prefix[..]
-            {
-                let length = usize::try_from(u32::from_be_bytes([a, b, c, d])).unwrap_or(usize::MAX);
-                self.unary = Some(length.saturating_add(GRPC_PREFIX));
-            }
+        let read = |start, length| match hostcalls::get_buffer(BufferType::HttpResponseBody, start, length) {
+            Ok(bytes) => bytes.unwrap_or_default(),
+            Err(_) => Vec::new(),
+        };
+        if self.received == 0
+            && let [_, a, b, c, d] = read(0, GRPC_PREFIX)[..]
+        {
+            let length = usize::try_from(u32::from_be_bytes([a, b, c, d])).unwrap_or(usize::MAX);
+            self.unary = Some(length.saturating_add(GRPC_PREFIX));
         }
-        self.received = self.received.saturating_add(size);
+        let before = self.received;
+        self.received = before.saturating_add(size);
         let first = *self.first.get_or_insert(now);
-        self.unary.is_some_and(|unary| self.received > unary)
-            || now.saturating_since(first) > GRPC_UNARY_TAIL_US
+        if let Some(unary) = self.unary.filter(|unary| self.received > *unary) {
+            let flags = read(unary.saturating_sub(before), 1);
+            if flags.first().is_none_or(|flags| flags & GRPC_WEB_TRAILERS == 0) {
+                return true;
+            }
+            // Nothing follows the trailers.
+            self.unary = None;
+        }
+        now.saturating_since(first) > GRPC_UNARY_TAIL_US
     }
 }
 

@@ -31,6 +31,8 @@ struct State {
     /// The context whose maps and properties are in effect.
     context: u32,
     config: Bytes,
+    /// The part of the response's body that is being delivered.
+    body: Bytes,
     maps: HashMap<(u32, u32), Headers>,
     properties: HashMap<(u32, String), Bytes>,
     shared: HashMap<String, (Bytes, u32)>,
@@ -188,8 +190,13 @@ impl Stream {
     }
 
     pub(super) fn body(&self, end: bool) {
-        with(|state| state.context = self.0);
-        assert!(proxy_on_response_body(self.0, 1, end) == Action::Continue);
+        self.data(b" ", end);
+    }
+
+    /// Delivers a part of the response's body.
+    pub(super) fn data(&self, part: &[u8], end: bool) {
+        with(|state| (state.context, state.body) = (self.0, part.into()));
+        assert!(proxy_on_response_body(self.0, part.len(), end) == Action::Continue);
     }
 
     pub(super) fn trailers(&self, trailers: &[(&str, &str)]) {

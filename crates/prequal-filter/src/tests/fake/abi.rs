@@ -2,7 +2,7 @@
 
 use std::slice;
 
-use proxy_wasm::types::{Bytes, LogLevel, MapType, MetricType, Status};
+use proxy_wasm::types::{BufferType, Bytes, LogLevel, MapType, MetricType, Status};
 
 use super::{Call, Headers, note, value_of, with};
 
@@ -92,13 +92,17 @@ extern "C" fn proxy_set_tick_period_milliseconds(period: u32) -> Status {
 
 #[unsafe(no_mangle)]
 extern "C" fn proxy_get_buffer_bytes(
-    _: u32,
-    _: usize,
-    _: usize,
+    buffer: BufferType,
+    start: usize,
+    max: usize,
     data: *mut *mut u8,
     size: *mut usize,
 ) -> Status {
-    give(with(|state| state.config.clone()), data, size)
+    let all = with(|state| match buffer {
+        BufferType::HttpResponseBody => state.body.clone(),
+        _ => state.config.clone(),
+    });
+    give(all.into_iter().skip(start).take(max).collect(), data, size)
 }
 
 #[unsafe(no_mangle)]
