@@ -274,7 +274,7 @@ fn the_agent_is_injected_as_documented() -> Result<()> {
     // The Service that Envoy resolves selects these pods and uses the agent's port.
     let service = find(&objects, "Service", "shop-replicas");
     assert_eq!(service["spec"]["selector"], template["metadata"]["labels"]);
-    assert_eq!(service["spec"]["ports"][0]["targetPort"], container["ports"][0]["name"]);
+    assert_eq!(service["spec"]["ports"][0]["targetPort"], container["ports"][0]["containerPort"]);
     assert_eq!(service["spec"]["clusterIP"], "None");
 
     // Values with which the agent cannot be injected are refused with the reason.

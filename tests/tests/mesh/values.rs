@@ -118,6 +118,7 @@ fn with_any_values_every_object_matches_the_schema() -> Result<()> {
         (|| {
             objects.iter().try_for_each(check)?;
             selectors_match(&objects)?;
+            ports_exist(&objects)?;
             for deployment in objects.iter().filter(|object| object["kind"] == "Deployment") {
                 let pod = &deployment["spec"]["template"]["spec"];
                 // One case adds a user's container, which the chart does not restrict.
@@ -136,13 +137,14 @@ fn with_any_values_every_object_matches_the_schema() -> Result<()> {
     Ok(())
 }
 
+fn labels(value: &Value) -> BTreeSet<(String, String)> {
+    let labels = value.as_object().into_iter().flatten();
+    labels.map(|(name, value)| (name.clone(), value.as_str().unwrap_or_default().to_owned())).collect()
+}
+
 /// Checks that a Deployment's selector matches its own pods, and that every other selector matches pods of a Deployment
 /// or of the user.
 fn selectors_match(objects: &[Value]) -> Result<()> {
-    let labels = |value: &Value| -> BTreeSet<(String, String)> {
-        let labels = value.as_object().into_iter().flatten();
-        labels.map(|(name, value)| (name.clone(), value.as_str().unwrap_or_default().to_owned())).collect()
-    };
     let deployments: Vec<&Value> = objects.iter().filter(|object| object["kind"] == "Deployment").collect();
     let mut pods = vec![[("app".to_owned(), "mine".to_owned())].into()];
     for deployment in deployments {
@@ -160,6 +162,45 @@ fn selectors_match(objects: &[Value]) -> Result<()> {
         let selector = labels(selector);
         let found = pods.iter().any(|pod| selector.is_subset(pod));
         ensure!(!selector.is_empty() && found, "it selects no pod: {object:#}");
+    }
+    Ok(())
+}
+
+/// Checks that every port of a Service or a NetworkPolicy is a number, or the name of a port of an ordinary container.
+/// The names of a native sidecar's ports do not work with every network plug-in (kubernetes#125285), and in Services
+/// only from Kubernetes 1.32 on (kubernetes#127958).
+fn ports_exist(objects: &[Value]) -> Result<()> {
+    let items = |value: &Value| value.as_array().cloned().unwrap_or_default();
+    for object in objects {
+        let (selector, ports): (_, Vec<Value>) = match text(object, "/kind") {
+            "Service" => {
+                let ports = items(&object["spec"]["ports"]);
+                (&object["spec"]["selector"], ports.iter().map(|port| port["targetPort"].clone()).collect())
+            }
+            "NetworkPolicy" => {
+                let rules = items(&object["spec"]["ingress"]);
+                let ports = rules.iter().flat_map(|rule| items(&rule["ports"]));
+                let ports = ports.map(|port| port["port"].clone()).collect();
+                (&object["spec"]["podSelector"]["matchLabels"], ports)
+            }
+            _ => continue,
+        };
+        let selected = objects.iter().filter(|object| object["kind"] == "Deployment").filter(|deployment| {
+            labels(selector).is_subset(&labels(&deployment["spec"]["template"]["metadata"]["labels"]))
+        });
+        let containers =
+            selected.flat_map(|deployment| items(&deployment["spec"]["template"]["spec"]["containers"]));
+        let names: Vec<Value> = containers
+            .flat_map(|container| items(&container["ports"]))
+            .map(|port| port["name"].clone())
+            .collect();
+        ensure!(!ports.is_empty(), "{object:#}");
+        for port in ports {
+            ensure!(
+                port.is_number() || names.contains(&port),
+                "port {port} is not among {names:?}: {object:#}"
+            );
+        }
     }
     Ok(())
 }
