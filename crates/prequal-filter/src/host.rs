@@ -110,6 +110,15 @@ pub(crate) fn set_header(map: MapType, name: &str, value: Option<&[u8]>) {
     let _ = hostcalls::set_map_value_bytes(map, name, value);
 }
 
+/// Sets a header of the request, or removes it if `value` is `None`. Without either, the request stays as it is, because
+/// Envoy evaluates the route again after every change of the headers.
+pub(crate) fn set_request_header(name: &str, value: Option<&[u8]>) {
+    let map = MapType::HttpRequestHeaders;
+    if value.is_some() || header_bytes(map, name).is_some() {
+        set_header(map, name, value);
+    }
+}
+
 /// Returns a text property; `None` when absent.
 pub(crate) fn text_property(path: &[&str]) -> Option<String> {
     let bytes = hostcalls::get_property(path.to_vec()).ok()??;

@@ -5,7 +5,6 @@ use prequal_core::client::Request;
 use prequal_core::client::settings::Shim;
 use prequal_core::shared::endpoint::MAX_TEXT;
 use prequal_core::wire::report::HEADER_DEST;
-use proxy_wasm::types::MapType;
 
 use crate::host;
 
@@ -25,7 +24,7 @@ pub(crate) fn steer(shim: Shim, request: &Request) {
         value
     });
     // Without a choice the header is removed: a header that a client sent must never steer.
-    host::set_header(MapType::HttpRequestHeaders, HEADER_DEST, value.as_deref());
+    host::set_request_header(HEADER_DEST, value.as_deref());
 }
 
 /// Encodes in base64 (RFC 4648). This code runs for every request. A library would add code for variants that are not

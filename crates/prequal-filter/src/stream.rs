@@ -70,11 +70,7 @@ impl Stream {
                 // The hint goes to the replica that serves the request, so that the replica learns which hints it has
                 // served.
                 let text = hint.map(|hint| hint.to_string());
-                host::set_header(
-                    MapType::HttpRequestHeaders,
-                    HEADER_HINT,
-                    text.as_deref().map(str::as_bytes),
-                );
+                host::set_request_header(HEADER_HINT, text.as_deref().map(str::as_bytes));
                 hint
             })
         };

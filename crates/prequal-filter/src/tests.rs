@@ -141,6 +141,16 @@ fn a_steering_header_from_a_client_is_removed() {
 }
 
 #[test]
+fn the_headers_of_a_request_without_a_choice_are_not_changed() {
+    start_with("");
+    let stream = get(1);
+    assert_eq!(dest(&stream), None, "no replica is known yet");
+    let changes = log().into_iter().filter(|call| call.starts_with("set ") || call.starts_with("remove "));
+    assert_eq!(changes.collect::<Vec<_>>(), [""; 0]);
+    stream.end();
+}
+
+#[test]
 fn replies_to_probes_count_after_the_request_has_ended() {
     start_with("");
     let stream = get(1);

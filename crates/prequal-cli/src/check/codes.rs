@@ -56,7 +56,7 @@ codes! {
         "Prequal does nothing", "add the wasm filter to `http_filters`, or the native module: docs/guide/native.md";
     STRIP_MISSING Error "strip-missing": "no `header_mutation` before Prequal's filter removes Prequal's headers",
         "clients can steer requests while the module restarts, and can read the load and addresses of replicas",
-        "put `prequal-strip` of the shipped configuration first";
+        "put `prequal-strip` of the shipped configuration before Prequal's filter";
     STRIP_INCOMPLETE Error "strip-incomplete": "the `header_mutation` filters before Prequal's filter do not remove all of Prequal's headers",
         "clients may steer requests, claim a hint, or read the load or addresses of replicas",
         "remove the listed headers, on requests and on responses";
@@ -72,6 +72,12 @@ codes! {
         "requests fail with 503 if their replica is unhealthy or gone, instead of going elsewhere", "remove `strict`";
     ROUTER_ORDER Error "router-order": "the last HTTP filter is not the router",
         "Envoy refuses the listener", "move the router to the end";
+    ROUTE_CHANGES Warning "route-changes": "a filter that is set to change the route comes after the strip",
+        "Prequal chooses a replica of the cluster that the old route names, and Envoy's own policy places these requests",
+        "put the filter before `prequal-strip`, which makes Envoy evaluate the route again";
+    ROUTE_KEPT Warning "route-kept": "a filter before Prequal's filter is set to keep the route",
+        "Envoy evaluates the route again once Prequal has chosen a replica, so headers that the filter changed may select another route",
+        "put the filter after Prequal's filters, or ignore this warning if no route depends on these headers";
     UPSTREAM_STRIP Warning "upstream-strip": "nothing removes x-prequal-dest after the host is chosen",
         "replicas see the steering header",
         "remove it with `request_headers_to_remove` of the routes; with `shim: override_host`, with `upstream_http_filters` of the router: a `header_mutation` that removes it, then `upstream_codec`";

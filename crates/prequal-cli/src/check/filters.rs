@@ -94,6 +94,7 @@ fn check_manager(
     check_shim(filters, &list, wasm_index, shim, findings);
     let misplaced = check_later_strips(filters, wasm_index, shim, findings);
     check_strip(&filters[..wasm_index], &list, misplaced, findings);
+    check_routing(filters, wasm_index, findings);
     let router = router(filters, findings);
     check_paths(manager, findings);
     // The settings name the clusters, so without settings the following checks are impossible.
@@ -198,6 +199,35 @@ fn check_later_strips(filters: &[At<'_>], wasm: usize, shim: Shim, findings: &mu
         }
     }
     misplaced
+}
+
+/// Checks the filters that are set to change the route, or to keep it. Envoy evaluates the route again in the strip, which
+/// is a `header_mutation`, and when the wasm filter has written its choice.
+fn check_routing(filters: &[At<'_>], wasm: usize, findings: &mut Findings) {
+    let strip = filters[..wasm].iter().rposition(|filter| filter.typed("HeaderMutation").is_some());
+    for (index, filter) in filters.iter().enumerate() {
+        let Some(config) = filter.get("typed_config") else { continue };
+        // Without a strip, another check reports that.
+        if strip.is_some_and(|strip| index > strip) && clears_route(config.value, true) {
+            findings.push(ROUTE_CHANGES, &filter.path, filter.text("name").unwrap_or_default());
+        } else if index < wasm && clears_route(config.value, false) {
+            findings.push(ROUTE_KEPT, &filter.path, filter.text("name").unwrap_or_default());
+        }
+    }
+}
+
+/// Returns whether a filter's configuration says, at any depth, that the filter clears the route cache or, if `clears` is
+/// false, that it does not.
+fn clears_route(config: &Value, clears: bool) -> bool {
+    match config {
+        Value::Object(fields) => fields.iter().any(|(key, value)| match &**key {
+            "clear_route_cache" => value.as_bool() == Some(clears),
+            "route_cache_action" => value.as_str() == Some(if clears { "CLEAR" } else { "RETAIN" }),
+            _ => clears_route(value, clears),
+        }),
+        Value::Array(items) => items.iter().any(|item| clears_route(item, clears)),
+        _ => false,
+    }
 }
 
 /// Checks that the filters `before` Prequal's filter remove Prequal's headers. `misplaced`: a later filter removes

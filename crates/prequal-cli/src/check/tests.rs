@@ -89,6 +89,17 @@ fn strip_upstream(root: &mut Value) {
         json!([{"name": "strip", "typed_config": strip}, {"name": "codec", "typed_config": codec}]);
 }
 
+/// Returns an HTTP filter of Envoy's.
+fn filter(kind: &str, mut config: Value) -> Value {
+    config["@type"] = json!(format!("type.googleapis.com/envoy.extensions.filters.http.{kind}"));
+    json!({"name": kind, "typed_config": config})
+}
+
+/// Returns a filter that makes Envoy evaluate the route again.
+fn jwt() -> Value {
+    filter("jwt_authn.v3.JwtAuthentication", json!({"providers": {"a": {"clear_route_cache": true}}}))
+}
+
 fn subset_policy() -> Value {
     json!({"policies": [{"typed_extension_config": {"name": "subset", "typed_config": {
         "@type": "type.googleapis.com/envoy.extensions.load_balancing_policies.subset.v3.Subset",
@@ -140,6 +151,20 @@ const BREAKS: &[Break] = &[
     ("shim-strict", |root| manager(root, "/http_filters/2/typed_config")["strict"] = json!(true)),
     ("router-order", |root| list(manager(root, "/http_filters")).swap(2, 3)),
     ("router-order", |root| drop(list(manager(root, "/http_filters")).pop())),
+    ("route-kept", |root| {
+        list(manager(root, "/http_filters"))
+            .insert(1, filter("lua.v3.Lua", json!({"clear_route_cache": false})));
+    }),
+    ("route-kept", |root| {
+        let config = json!({"route_cache_action": "RETAIN"});
+        list(manager(root, "/http_filters")).insert(0, filter("ext_proc.v3.ExternalProcessor", config));
+    }),
+    ("route-changes", |root| list(manager(root, "/http_filters")).insert(1, jwt())),
+    ("route-changes", |root| list(manager(root, "/http_filters")).insert(3, jwt())),
+    ("route-changes", |root| {
+        let config = json!({"route_cache_action": "CLEAR"});
+        list(manager(root, "/http_filters")).insert(2, filter("ext_proc.v3.ExternalProcessor", config));
+    }),
     ("upstream-strip", |root| remove(manager(root, "/route_config"), "request_headers_to_remove")),
     // Only one of two routes removes the header.
     ("upstream-strip", |root| {
@@ -613,6 +638,13 @@ fn allowed_variants_have_no_findings() {
             let settings: Value = serde_json::from_str(configuration["value"].as_str().unwrap()).unwrap();
             *configuration =
                 json!({"@type": "type.googleapis.com/google.protobuf.Struct", "value": settings});
+        }),
+        ("a filter that changes the route before the strip", |root| {
+            list(manager(root, "/http_filters")).insert(0, jwt());
+        }),
+        ("a filter that keeps the route behind the shim", |root| {
+            let lua = filter("lua.v3.Lua", json!({"clear_route_cache": false}));
+            list(manager(root, "/http_filters")).insert(3, lua);
         }),
         ("an access log in JSON with keys that are fields elsewhere", |root| {
             let format =
