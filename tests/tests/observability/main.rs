@@ -77,8 +77,14 @@ fn pods_become_the_targets_that_the_rules_expect() -> Result<()> {
         }
         Ok(json!({"targets": [format!("127.0.0.1:{}", 1 + name.len())], "labels": labels}))
     };
+    let over_ipv6 = |mut pod: Value| {
+        pod["labels"]["__meta_kubernetes_pod_ip"] = json!("fd00::6");
+        pod
+    };
     let pods = json!([
         pod("edge", "Running", "kubernetes/base/edge.yaml", "edge")?,
+        over_ipv6(pod("edge-6", "Running", "kubernetes/base/edge.yaml", "edge")?),
+        over_ipv6(pod("replica-6", "Running", "kubernetes/base/replicas.yaml", "replicas")?),
         pod("replica-0", "Running", "kubernetes/base/replicas.yaml", "replicas")?,
         pod("replica-1", "Pending", "kubernetes/base/replicas.yaml", "replicas")?,
         pod("mesh-replica", "Running", "istio/server-agent.yaml", "replicas")?,
@@ -95,7 +101,7 @@ fn pods_become_the_targets_that_the_rules_expect() -> Result<()> {
     let found: BTreeSet<String> = eventually("Prometheus has its targets", Duration::from_secs(20), || {
         let targets = prometheus.api("targets?state=active").ok()?["activeTargets"].as_array()?.clone();
         let shown = |target: &Value| format!("{} {}", target["scrapeUrl"], target["labels"]);
-        (targets.len() == 3).then(|| targets.iter().map(shown).collect())
+        (targets.len() == 5).then(|| targets.iter().map(shown).collect())
     });
     let expected = [
         concat!(
@@ -103,8 +109,16 @@ fn pods_become_the_targets_that_the_rules_expect() -> Result<()> {
             r#"{"instance":"shop/edge","job":"prequal-envoy"}"#
         ),
         concat!(
+            r#""http://[fd00::6]:9902/stats/prometheus?filter=%5E%28%28wasm%7Cdynamicmodules%29custom%5C.prequal_%7Cwasm%5C.prequal%5C.%29" "#,
+            r#"{"instance":"shop/edge-6","job":"prequal-envoy"}"#
+        ),
+        concat!(
             r#""http://127.0.0.1:9102/metrics" "#,
             r#"{"cluster":"replicas","instance":"shop/replica-0","job":"prequal-agents"}"#
+        ),
+        concat!(
+            r#""http://[fd00::6]:9102/metrics" "#,
+            r#"{"cluster":"replicas","instance":"shop/replica-6","job":"prequal-agents"}"#
         ),
         concat!(
             r#""http://127.0.0.1:9102/metrics" {"cluster":"outbound_8080__replicas_demo_svc_cluster_local","#,
