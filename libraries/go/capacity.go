@@ -91,11 +91,12 @@ func (l *levels) moved(now uint64, after uint32) {
 	}
 }
 
-// cameBack records that a request which left to wait for its client is back.
-func (l *levels) cameBack(now uint64) {
+// cameBack records that a request which left at leftAt to wait for its client is back.
+func (l *levels) cameBack(now, leftAt uint64) {
 	others := l.level
 	l.credit(now, others+1)
 	l.oneCore.cameBack(now, others)
+	l.single.cameBack(now, leftAt)
 }
 
 // credit does what moved says, and returns the weight of the present.

@@ -28,6 +28,15 @@ func (o *oneByOne) left(now uint64) {
 	o.departures = min(o.departures+1, 2)
 }
 
+// cameBack records that a request which left at leftAt to wait for its client is back. Then that was no departure, and
+// the wait was no work. If another request has left since, the departures stay as they are.
+func (o *oneByOne) cameBack(now, leftAt uint64) {
+	if o.departures > 0 && o.last == leftAt {
+		o.departures--
+		o.last = o.before + since(now, leftAt)
+	}
+}
+
 // answered records the good response to a request that arrived while others were at the server, and that has just left.
 func (o *oneByOne) answered(now uint64, weight float64, latencyUs uint32) {
 	if o.departures == 2 && o.last == now {

@@ -165,7 +165,7 @@ func (t *tracker) clientIsBack(v *visit, now uint64) {
 	v.since = now
 	t.waiting.link(v)
 	t.away--
-	t.levels.cameBack(now)
+	t.levels.cameBack(now, v.awaySince)
 }
 
 // capacity returns base latency and knee. If leaving is set, a request that is about to end counts as a good response.

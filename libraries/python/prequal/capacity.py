@@ -107,11 +107,12 @@ class Levels:
         if after < before:
             self._single.left(now)
 
-    def came_back(self, now: int) -> None:
-        """Records that a request which left to wait for its client is back."""
+    def came_back(self, now: int, left_at: int) -> None:
+        """Records that a request which left at `left_at` to wait for its client is back."""
         others = self.level
         self._credit(now, others + 1)
         self._one_core.came_back(now, others)
+        self._single.came_back(now, left_at)
 
     def _credit(self, now: int, after: int) -> float:
         """Does what `moved` says, and returns the weight of the present."""

@@ -52,6 +52,17 @@ class OneByOne:
         """Records that a request has left the server, or waits for its client."""
         self._departures = (self._departures[1], now)
 
+    def came_back(self, now: int, left_at: int) -> None:
+        """Records that a request which left at `left_at` to wait for its client is back.
+
+        Then that was no departure, and the wait was no work. If another request has left since, the departures stay as
+        they are.
+        """
+        before, last = self._departures
+        if last == left_at:
+            wait = max(now - left_at, 0)
+            self._departures = (None, None if before is None else before + wait)
+
     def answered(self, now: int, weight: float, latency_us: int) -> None:
         """Records the good response to a request that arrived while others were at the server, and has just left."""
         before, last = self._departures

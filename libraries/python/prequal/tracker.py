@@ -153,12 +153,12 @@ class Tracker:
     def client_is_back(self, visit: Visit, now: int) -> None:
         if visit.stays_away or visit.away_since is None:
             return
-        visit.away_us += max(now - visit.away_since, 0)
-        visit.away_since = None
+        left_at, visit.away_since = visit.away_since, None
+        visit.away_us += max(now - left_at, 0)
         visit.since = now
         self._waiting[visit] = None
         self.away -= 1
-        self._levels.came_back(now)
+        self._levels.came_back(now, left_at)
 
     def capacity(self, now: int, leaving: bool) -> Capacity | None:
         """Returns base latency and knee. With `leaving`, a request that is about to end counts as a good response."""

@@ -12,8 +12,8 @@ struct Plan {
     name: &'static str,
     slots: usize,
     service_us: f64,
-    /// Whether every request takes exactly the service time, instead of an exponential time.
-    constant: bool,
+    /// A request takes the sum of this many exponential times; with 0, exactly the service time.
+    stages: u32,
     /// For each phase: seconds, requests a second, factor of the service time, and seconds by which the clock steps at
     /// the end.
     phases: &'static [(f64, f64, f64, i64)],
@@ -24,24 +24,27 @@ struct Plan {
     aborts: f64,
     streams: f64,
     slow_clients: f64,
+    /// Mean time that a slow client keeps its request waiting, and mean time that the request then takes to end.
+    waits_us: (f64, f64),
 }
 
 const PLAIN: Plan = Plan {
     name: "plain",
     slots: 4,
     service_us: 40_000.0,
-    constant: false,
+    stages: 1,
     phases: &[(20.0, 70.0, 1.0, 0)],
     tick_us: 1,
     fails: 0.0,
     aborts: 0.0,
     streams: 0.0,
     slow_clients: 0.0,
+    waits_us: (500_000.0, 5000.0),
 };
 
-const PLANS: [Plan; 14] = [
+const PLANS: [Plan; 15] = [
     PLAIN,
-    Plan { name: "constant", constant: true, slots: 8, phases: &[(10.0, 180.0, 1.0, 0)], ..PLAIN },
+    Plan { name: "constant", stages: 0, slots: 8, phases: &[(10.0, 180.0, 1.0, 0)], ..PLAIN },
     Plan {
         name: "overload",
         phases: &[(5.0, 60.0, 1.0, 0), (6.0, 130.0, 1.0, 0), (8.0, 10.0, 1.0, 0)],
@@ -50,7 +53,7 @@ const PLANS: [Plan; 14] = [
     // A run of fast responses, which restarts the estimate.
     Plan {
         name: "healed",
-        constant: true,
+        stages: 0,
         phases: &[(5.0, 60.0, 1.0, 0), (8.0, 4.0, 10.0, 0), (6.0, 30.0, 1.0, 0)],
         ..PLAIN
     },
@@ -78,7 +81,7 @@ const PLANS: [Plan; 14] = [
     },
     Plan { name: "trickle", fails: 0.2, phases: &[(60.0, 0.4, 1.0, 0)], ..PLAIN },
     // After the previous departure, a request takes as long as one that arrives alone.
-    Plan { name: "one by one", slots: 1, constant: true, phases: &[(20.0, 12.0, 1.0, 0)], ..PLAIN },
+    Plan { name: "one by one", slots: 1, stages: 0, phases: &[(20.0, 12.0, 1.0, 0)], ..PLAIN },
     // A clock so coarse that no request takes any time: between its ticks, the requests of one second begin and end.
     Plan {
         name: "no time",
@@ -100,9 +103,20 @@ const PLANS: [Plan; 14] = [
     Plan {
         name: "rarely two",
         slots: 1,
-        constant: true,
+        stages: 0,
         slow_clients: 0.3,
         phases: &[(40.0, 5.0, 1.0, 0)],
+        ..PLAIN
+    },
+    // Every request waits while its response is written. Only the times between departures show that requests are
+    // served one by one.
+    Plan {
+        name: "writes",
+        slots: 1,
+        stages: 8,
+        slow_clients: 1.0,
+        waits_us: (3.0, 3.0),
+        phases: &[(30.0, 15.0, 1.0, 0)],
         ..PLAIN
     },
 ];
@@ -142,7 +156,13 @@ impl Plan {
                 at = next;
                 let slot = (0..free.len()).min_by(|a, b| free[*a].total_cmp(&free[*b])).expect("a slot");
                 let mean = self.service_us * factor;
-                let takes = if self.constant { mean } else { exponential(&mut rng, mean) };
+                let takes = match self.stages {
+                    0 => mean,
+                    stages => {
+                        let each = mean / f64::from(stages);
+                        (0..stages).map(|_| exponential(&mut rng, each)).sum()
+                    }
+                };
                 free[slot] = free[slot].max(at) + takes;
                 self.request(&mut rng, &mut events, id, at, free[slot]);
                 id += 1;
@@ -204,12 +224,13 @@ impl Plan {
         } else if is(self.slow_clients) {
             push(events, end, What::Head(id, Kind::Ok));
             push(events, end, What::Wait(id));
-            let back = end + exponential(rng, 0.5 * SECOND);
+            let (wait_us, then_us) = self.waits_us;
+            let back = end + exponential(rng, wait_us);
             if rng.random::<f64>() < 0.2 {
                 push(events, back, What::Abort(id));
             } else {
                 push(events, back, What::Back(id));
-                push(events, back + exponential(rng, 5000.0), What::Finish(id));
+                push(events, back + exponential(rng, then_us), What::Finish(id));
             }
         } else {
             push(events, end, What::Head(id, Kind::Ok));

@@ -189,11 +189,12 @@ impl Levels {
         }
     }
 
-    /// Records that a request which left to wait for its client is back.
-    pub(crate) fn came_back(&mut self, now: Micros) {
+    /// Records that a request which left at `left_at` to wait for its client is back.
+    pub(crate) fn came_back(&mut self, now: Micros, left_at: Micros) {
         let others = self.level;
         self.credit(now, others, others.saturating_add(1));
         self.one_core.came_back(now, others);
+        self.single.came_back(now, left_at);
     }
 
     /// Does what [`Self::moved`] says, and returns the weight of the present.

@@ -325,7 +325,7 @@ impl Tracker {
         open.since = now;
         self.in_flight.link(visit.slot);
         self.away = self.away.saturating_sub(1);
-        self.levels.came_back(now);
+        self.levels.came_back(now, away);
     }
 
     fn open(&mut self, visit: Visit) -> Option<&mut Open> {

@@ -32,6 +32,16 @@ impl OneByOne {
         self.departures = (self.departures.1, Some(now));
     }
 
+    /// Records that a request which left at `left_at` to wait for its client is back. Then that was no departure, and the
+    /// wait was no work. If another request has left since, the departures stay as they are.
+    pub(super) fn came_back(&mut self, now: Micros, left_at: Micros) {
+        let (before, last) = self.departures;
+        if last == Some(left_at) {
+            let wait = now.saturating_since(left_at);
+            self.departures = (None, before.map(|before| Micros(before.0.saturating_add(wait))));
+        }
+    }
+
     /// Records that another worker has served a request.
     pub(super) fn share(&mut self) {
         self.shared = true;
@@ -109,5 +119,22 @@ mod tests {
             (1.0, 15.0),
             "the departure before a fresh start is known"
         );
+    }
+
+    #[test]
+    fn a_wait_for_the_client_is_no_departure() {
+        let mut single = OneByOne::default();
+        single.left(Micros(50));
+        single.left(Micros(60));
+        single.came_back(Micros(64), Micros(60));
+        single.left(Micros(70));
+        single.answered(Micros(70), 1.0, 40);
+        assert_eq!((single.followed, single.took), (1.0, 16.0), "from 50 to 70, but for the wait");
+        single.left(Micros(80));
+        single.left(Micros(90));
+        single.came_back(Micros(95), Micros(80));
+        single.left(Micros(96));
+        single.answered(Micros(96), 1.0, 40);
+        assert_eq!((single.followed, single.took), (2.0, 22.0), "another request has left during the wait");
     }
 }
