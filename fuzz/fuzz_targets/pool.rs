@@ -50,6 +50,7 @@ fn step(
         3 => {
             let load = Load {
                 rif: script.word() % 1_000_001,
+                away: script.byte().into(),
                 latency_us: script.bit().then(|| script.word() % 3_600_000_001),
                 capacity: script.bit().then(|| Capacity {
                     base_us: script.word() % 3_600_000_000 + 1,
