@@ -590,6 +590,9 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             if failed && !request.answered {
                 self.flights.unanswered(landed.replica, request.began, now);
             }
+            if failed {
+                self.push(Update::Left(now, landed.replica));
+            }
             if if failed { ejects } else { landed.trial || self.journal.watched } {
                 let event = landed.event(failed, request.reported_us);
                 self.push(Update::Health(now, landed.replica, event));

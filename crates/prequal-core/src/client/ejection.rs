@@ -334,6 +334,11 @@ impl Record {
         let keep = fading(age);
         (age < FADES_MS as u32).then(|| self.failed * keep / (self.total * keep).max(MIN_TOTAL))
     }
+
+    /// Whether the replica has recently failed at least half of its requests.
+    fn fails_half(&self, now: Stamp) -> bool {
+        self.failed >= MIN_FAILED && self.recent_share(now).is_some_and(|share| share >= 0.5)
+    }
 }
 
 /// Whether `failed` of `total` requests exceed the `expected` failures by at least `share` of the requests, and by more
@@ -619,6 +624,12 @@ impl EjectionTable {
         self.get(replica).is_some_and(|record| record.reason != 0) && !self.panics()
     }
 
+    /// Whether `replica` is ejected, would be if there were no panic, or fails at least half of its requests, as others
+    /// may do too.
+    pub(crate) fn is_bad(&self, replica: Endpoint, now: Micros) -> bool {
+        self.get(replica).is_some_and(|record| record.reason != 0 || record.fails_half(now.stamp()))
+    }
+
     /// Number of replicas ejected now; 0 in a panic.
     pub fn ejected(&self) -> usize {
         if self.panics() { 0 } else { self.flagged() }
@@ -689,11 +700,10 @@ impl EjectionTable {
     /// Whether more than half of the replicas would be ejected or have recently failed at least half of their requests. The
     /// second condition matters because replicas that all fail alike are not ejected.
     pub fn most_fail(&self, now: Micros) -> bool {
+        let now = now.stamp();
         // A copy of the table may be out of date, so its old records do not count.
         let fails = |record: &&Record| {
-            record
-                .recent_share(now.stamp())
-                .is_some_and(|share| record.reason != 0 || (record.failed >= MIN_FAILED && share >= 0.5))
+            record.recent_share(now).is_some() && (record.reason != 0 || record.fails_half(now))
         };
         self.records.iter().filter(fails).count() * 2 > self.members as usize
     }

@@ -525,6 +525,16 @@ impl PoolState {
         }
     }
 
+    /// Records that a request to the replica has failed. The report on the response does not count, because a replica
+    /// that fails at once looks idle and fast. But the request is no longer in flight, and the replica has just been
+    /// heard from.
+    pub(crate) fn left(&mut self, endpoint: Endpoint, now: Micros) {
+        if let Some(entry) = self.entries_mut().iter_mut().find(|entry| entry.endpoint == endpoint) {
+            entry.rif = entry.rif.saturating_sub(1);
+            entry.received = now.stamp();
+        }
+    }
+
     /// Removes the entry of a replica that has left.
     pub fn forget(&mut self, endpoint: Endpoint) {
         if let Some(index) = self.entries().iter().position(|entry| entry.endpoint == endpoint) {

@@ -77,8 +77,7 @@ impl Unreported {
     fn assert_ejected(&self, case: &str, envoy: &Envoy, client: &Client, request: fn(usize) -> Request) {
         warm(envoy, 4);
         self.fail_every(1);
-        // Ejection takes two failures. The first one removes the replica from the pool, and the reply to a probe brings
-        // it back.
+        // Ejection takes two failures.
         eventually(case, Duration::from_secs(30), || {
             client.burst(50, 8, request);
             (envoy.prequal(SERVING).ok()?.other("prequal_ejections_total.failing") > 0).then_some(())

@@ -28,6 +28,8 @@ pub(super) enum Update {
     Report(Micros, Endpoint, Load, Placement),
     /// A request provided evidence about the health of its replica.
     Health(Micros, Endpoint, Event),
+    /// The replica has failed a request, which is no longer in flight.
+    Left(Micros, Endpoint),
     /// A probe reply names a candidate.
     Introduce(Micros, Endpoint),
     Forget(Endpoint),
@@ -237,9 +239,15 @@ impl Update {
                     pool.record(settings, at, replica, load, placement, rng);
                 }
             }
-            // The report that made the replica attractive is out of date. The next report may bring the replica back.
-            Self::Health(_, replica, Event::Failed { .. }) => pool.forget(replica),
+            // A replica that fails at once looks idle, and attracts requests. If many do so, none may be ejected. The
+            // next report may bring the replica back.
+            Self::Health(at, replica, Event::Failed { .. })
+                if ejections.is_some_and(|table| table.is_bad(replica, at)) =>
+            {
+                pool.forget(replica);
+            }
             Self::Health(..) => {}
+            Self::Left(at, replica) => pool.left(replica, at),
             Self::Introduce(_, replica) if ejections.is_some_and(|table| table.is_ejected(replica)) => {}
             Self::Introduce(at, replica) => pool.introduce(settings, at, replica),
             Self::Forget(replica) => pool.forget(replica),

@@ -381,15 +381,74 @@ fn a_trial_whose_write_is_abandoned_does_not_start() {
     assert_eq!(trials(1400), 1);
 }
 
+/// No probe is answered here, so nothing but a request would bring a replica back.
 #[test]
-fn without_ejection_a_failure_does_not_change_the_pool() {
-    for (failure_share, left) in [(0.0, 2), (0.1, 1)] {
+fn replicas_that_fail_no_more_than_the_others_keep_their_turns() {
+    let mut balancer = balancer(config(Profile::Default, 16), &Memory);
+    for n in 0..16 {
+        let reply = Reply { report: Ok(report(n, 0, 10)), host: Some(replica(n)) };
+        balancer.replied(ms(0), Some(target(n)), false, Ok(reply));
+    }
+    balancer.tick(ms(0), &mut rng());
+    let mut rng = rng();
+    let (mut served, mut failures) = ([0; 16], [0; 16]);
+    for at in 1..=192 {
+        let mut request = balancer.begin(ms(at), &[], true, &mut rng);
+        let chosen = request.pick.replica.unwrap();
+        let n = number(chosen);
+        // The replicas are chosen in turn, so each of them fails at most once.
+        let failed = at % 17 == 0;
+        served[usize::from(n)] += 1;
+        failures[usize::from(n)] += u32::from(failed);
+        let proxy = Proxy(at, Some(chosen), Class::Answer, 1);
+        balancer.response(ms(at), &mut request, failed, Some(Ok(report(n, 0, 10))), &proxy);
+        balancer.ended(request, true, failed, &proxy);
+    }
+    assert_eq!((failures.iter().sum::<u32>(), failures.iter().max()), (11, Some(&1)));
+    assert_eq!(served, [12; 16]);
+}
+
+/// At first all replicas fail, so none stands out. Then two of seven recover.
+#[test]
+fn replicas_that_fail_most_of_their_requests_leave_the_pool_even_if_none_is_ejected() {
+    let mut balancer = balancer(config(Profile::Default, 7), &Memory);
+    let (mut rng, mut good) = (rng(), 0);
+    for at in 1..=200 {
+        if at % 20 == 1 {
+            // Probes bring all replicas back. Each of the five bad ones then fails one request.
+            probe_all(&mut balancer, 7, at);
+        }
+        let mut request = balancer.begin(ms(at), &[], true, &mut rng);
+        let Some(chosen) = request.pick.replica else { continue };
+        let n = number(chosen);
+        let failed = n < 5 || at <= 60;
+        assert!(!failed || at <= 60 || at % 20 < 10, "replica {n} at {at}");
+        good += u32::from(!failed);
+        let proxy = Proxy(at, Some(chosen), Class::Answer, 1);
+        balancer.response(ms(at), &mut request, failed, Some(Ok(report(n, 0, 10))), &proxy);
+        balancer.ended(request, true, failed, &proxy);
+    }
+    assert!(good > 90, "{good} of 140 requests");
+    assert_eq!(balancer.tick(ms(201), &mut rng).ejected, 0);
+}
+
+#[test]
+fn a_request_that_fails_is_no_longer_in_flight() {
+    for (failure_share, late) in [(0.0, false), (0.1, false), (0.1, true)] {
         let mut config = config(Profile::Default, 2);
         config.pool.ejection = EjectionSettings { failure_share, ..config.pool.ejection };
         let mut balancer = balancer(config, &Memory);
         probe_all(&mut balancer, 2, 0);
-        assert!(request(&mut balancer, 1, true).is_some());
-        assert_eq!(balancer.tick(ms(2), &mut rng()).view.occupancy, left, "{failure_share}");
+        let mut failing = balancer.begin(ms(1), &[], true, &mut rng());
+        let told = report(number(failing.pick.replica.unwrap()), 3, 10);
+        balancer.response(ms(2), &mut failing, !late, Some(Ok(told)), &Silence);
+        balancer.ended(failing, true, true, &Proxy(3, None, Class::Answer, 1));
+        balancer.apply(ms(4), &mut rng());
+        let pool = balancer.journal.pool.update(|pool| (*pool, false)).result;
+        let mut rifs: Vec<u32> = pool.candidates(ms(4)).map(|candidate| candidate.rif).collect();
+        rifs.sort_unstable();
+        // Only the report on a request that seemed to be answered well counts.
+        assert_eq!(rifs, [0, if late { 3 } else { 0 }], "{failure_share}");
     }
 }
 
@@ -562,7 +621,7 @@ fn a_slow_upload_ejects_no_replica() {
         for at in 1..=64 {
             let mut request = balancer.begin(ms(at), &[], true, &mut rng());
             let chosen = request.pick.replica.unwrap();
-            let proxy = Proxy(at + 5, Some(chosen), Class::Answer, 1);
+            let proxy = Proxy(at + 1, Some(chosen), Class::Answer, 1);
             balancer.response(
                 ms(at + 5),
                 &mut request,

@@ -52,6 +52,8 @@ struct Truth {
     reports: Vec<Reported>,
     /// Replicas chosen, and when, milliseconds.
     chosen: Vec<(Endpoint, u64)>,
+    /// Number of requests that each replica has failed.
+    failed: BTreeMap<Endpoint, u32>,
     /// Number of the report behind each pool entry when the pool was last written.
     entries: BTreeMap<Endpoint, usize>,
     /// Number of compared pool entries for which requests had been sent since the report.
@@ -131,7 +133,8 @@ impl State {
     }
 
     /// Checks that the pool adds to a report's RIF the requests sent since. If a response brought the report, another
-    /// worker may have sent requests before the report was recorded.
+    /// worker may have sent requests before the report was recorded. Requests that fail are subtracted, whether or not
+    /// the report counts them.
     fn compare(&mut self) {
         for (number, entry) in self.entries(self.now) {
             let reported = &self.truth.reports[number];
@@ -140,8 +143,9 @@ impl State {
                     |(replica, at): &&(Endpoint, u64)| *replica == entry.endpoint && *at >= response_at;
                 self.truth.chosen.iter().filter(later).count() as u32
             });
-            let sent = reported.sent..=reported.sent + meanwhile;
-            let added = entry.rif - reported.rif;
+            let failed = self.truth.failed.get(&entry.endpoint).map_or(0, |failed| i64::from(*failed));
+            let sent = i64::from(reported.sent) - failed..=i64::from(reported.sent + meanwhile);
+            let added = i64::from(entry.rif) - i64::from(reported.rif);
             assert!(sent.contains(&added), "report {number} of {}: {added}, not {sent:?}", entry.endpoint);
             self.truth.compensated += u32::from(reported.sent > 0);
         }
@@ -366,6 +370,9 @@ impl<'a> Worker<'a> {
         }
         let served = chosen.filter(|_| !self.is(REFUSED, chosen)).unwrap_or_else(|| self.good());
         let failed = self.fails(chosen);
+        if failed {
+            *self.seat.state().truth.failed.entry(served).or_default() += 1;
+        }
         let (number, reported) = self.make_report(served, Some(now));
         let proxy = Proxy(now, Some(served), Class::Answer, 1);
         let Open(request, begun) = &mut self.open[index];
