@@ -68,7 +68,7 @@ impl Worker {
         let store = Cas { data: Shared::default(), prefix: "bench".into() };
         let pool_settings = Profile::Default.pool_settings();
         let (mut table, mut pool) = (EjectionTable::new(), PoolState::new());
-        table.set_members(FLEET.into());
+        table.set_members(FLEET.into(), 0);
         for number in 0..ejected {
             let event = Event::Unresponsive { trial: false, ordinary: true };
             table.apply(&pool_settings.ejection, now, replica(number), event);

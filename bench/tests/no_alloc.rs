@@ -124,7 +124,7 @@ fn the_pick_path_does_not_allocate() {
     let (mut pool, mut table, mut flights) = (PoolState::new(), EjectionTable::new(), Flights::new());
     let mut now = Micros::from_millis(1_700_000_000_000);
     pool.set_members(100, 0, now);
-    table.set_members(100);
+    table.set_members(100, 0);
     let replicas: Vec<Endpoint> =
         (0..100u8).map(|n| SocketAddr::from((Ipv4Addr::new(10, 0, 0, n), 80)).into()).collect();
     let mut round = |round: usize| {
@@ -139,7 +139,7 @@ fn the_pick_path_does_not_allocate() {
             black_box(table.apply(&settings.ejection, now, replica, landed.event(failed, None)));
         }
         black_box(table.heard(&settings.ejection, now, replica, 0, 0, Placement::even(0)));
-        let trial = table.take_trial(&settings.ejection, now, 0, 100, &mut rng);
+        let trial = table.take_trial(&settings.ejection, now, &mut rng);
         pool.exclude(&table, now);
         black_box(match trial {
             Some(trial) => pool.pick_trial(&settings, trial, now),

@@ -24,7 +24,7 @@ fn seeds() -> Vec<Vec<u8>> {
     let mut seeds = Vec::new();
     for count in [0_u16, 1, 4, 20] {
         let mut table = EjectionTable::new();
-        table.set_members(40);
+        table.set_members(40, 0);
         for n in 0..count {
             for failure in 0..=n % 4 {
                 let now = Micros::from_millis(1_000_000 + u64::from(failure));
@@ -88,11 +88,11 @@ fn run(data: &[u8]) {
                     Placement::even(script.word()),
                 );
             }
-            4 => drop(table.take_trial(&SETTINGS, now, script.word(), script.byte().into(), &mut rng)),
+            4 => drop(table.take_trial(&SETTINGS, now, &mut rng)),
             5 => drop(table.expire(now)),
             6 => drop(table.forget(script.replica())),
             _ => {
-                table.set_members(script.byte().into());
+                table.set_members(script.byte().into(), script.word());
                 table.changed();
             }
         }

@@ -142,7 +142,7 @@ fn trap_7_clusters_do_not_share_what_they_learn() {
     let settings = PoolSettings { q_rif: 1.0, ..settings() };
     let ejections_of = |ejected| {
         let mut ejections = EjectionTable::new();
-        ejections.set_members(2);
+        ejections.set_members(2, 0);
         let unresponsive = Event::Unresponsive { trial: false, ordinary: true };
         ejections.apply(&Profile::Default.pool_settings().ejection, ms(0), ejected, unresponsive);
         ejections
@@ -190,7 +190,7 @@ fn trap_8_failures_do_not_make_a_replica_look_fast() {
 fn trap_8_a_replica_that_never_fails_twice_in_a_row_is_ejected() {
     let settings = Profile::Default.pool_settings().ejection;
     let mut table = EjectionTable::new();
-    table.set_members(10);
+    table.set_members(10, 0);
     let ejected = (0..100u64).find(|i| {
         // Every third request fails.
         let event = Event::Failed { requests: 2.0, well: 9, trial: false };

@@ -33,8 +33,8 @@
 //! ejected only if it has failed more requests than chance explains. An ejected replica that fails no more than the
 //! others is readmitted at its next report.
 //!
-//! **Panic**: when more than half of the fleet would be ejected, no replica is. In that case the replicas are not the
-//! cause, or there is nowhere else to send the requests.
+//! **Panic**: when more than half of the replicas in use would be ejected, no replica is. In that case the replicas are
+//! not the cause, or there is nowhere else to send the requests.
 
 use std::borrow::Cow;
 use std::mem;
@@ -182,6 +182,8 @@ pub struct EjectionTable {
     records: Vec<Record>,
     /// Number of records lost because the table was full. Not part of the blob.
     lost: u32,
+    /// Number of samples of Envoy's own policy, which shows the records of replicas out of use. Not part of the blob.
+    samples: u32,
 }
 
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
@@ -271,7 +273,8 @@ impl Record {
         }
     }
 
-    fn eject(&mut self, reason: Reason, vouch: bool, now: Stamp) -> Change {
+    /// Ejects a replica that was in use after `samples` samples of the policy.
+    fn eject(&mut self, reason: Reason, vouch: bool, samples: u32, now: Stamp) -> Change {
         // A relapse doubles the previous back-off, except for an unresponsive replica, which may only have paused.
         let relapsed = reason != Reason::Unresponsive && now.distance_ms(self.since) < VOUCHED_MS;
         let backoff_ms = if relapsed { self.backoff_ms.saturating_mul(2) } else { 0 };
@@ -283,6 +286,9 @@ impl Record {
         };
         (self.since, self.streak, self.heard, self.vouched) = (now, 0, 0, 0);
         (self.vouch, self.chance) = (vouch.into(), vouch.into());
+        // Until the replica is heard from.
+        let Placement { sampled, weight } = Placement::even(samples);
+        (self.sampled, self.weight) = (sampled, weight);
         Change::Ejected(reason)
     }
 
@@ -364,8 +370,9 @@ impl Clone for EjectionTable {
 
     /// Reuses the existing allocation.
     fn clone_from(&mut self, other: &Self) {
-        let Self { members, well, version, lost, ref records } = *other;
+        let Self { members, well, version, lost, samples, ref records } = *other;
         (self.members, self.well, self.version, self.lost) = (members, well, version, lost);
+        self.samples = samples;
         self.records.clone_from(records);
     }
 }
@@ -376,14 +383,12 @@ impl EjectionTable {
         Self::default()
     }
 
-    /// Sets how many replicas are in use.
-    pub fn set_members(&mut self, members: u32) {
-        self.members = members;
-    }
-
-    /// Number of replicas in use, as set by [`Self::set_members`].
-    pub fn members(&self) -> u32 {
-        self.members
+    /// Sets how many replicas are in use and how many samples of the policy were taken. Returns whether that changes
+    /// anything.
+    pub fn set_members(&mut self, members: u32, samples: u32) -> bool {
+        let before = (self.members, self.samples);
+        (self.members, self.samples) = (members, samples);
+        before != (members, samples)
     }
 
     /// Returns the version number, from 1; 0 marks a copy that was never written.
@@ -445,7 +450,7 @@ impl EjectionTable {
         replica: Endpoint,
         event: Event,
     ) -> Change {
-        let now = now.stamp();
+        let (now, samples) = (now.stamp(), self.samples);
         let panic = self.panics();
         match event {
             Event::Failed { requests, well, trial } => {
@@ -466,14 +471,14 @@ impl EjectionTable {
                     return Change::Noted;
                 }
                 if record.failed >= MIN_FAILED && record.stands_out(beside, settings) {
-                    return record.eject(Reason::Failing, true, now);
+                    return record.eject(Reason::Failing, true, samples, now);
                 }
                 Change::Noted
             }
             Event::Unresponsive { trial, ordinary } => {
                 let Some(record) = self.find_or_add(replica, now) else { return Change::None };
                 match record.reason() {
-                    None => record.eject(Reason::Unresponsive, ordinary, now),
+                    None => record.eject(Reason::Unresponsive, ordinary, samples, now),
                     Some(_) if trial => {
                         record.trial_failed(now);
                         Change::Noted
@@ -534,7 +539,7 @@ impl EjectionTable {
         others: u16,
         placement: Placement,
     ) -> Change {
-        let now = now.stamp();
+        let (now, samples) = (now.stamp(), self.samples);
         let known = self.knows(replica);
         if !known && !settings.believes(failing) {
             return Change::None;
@@ -550,7 +555,7 @@ impl EjectionTable {
         let Some(record) = self.find_or_add(replica, now) else { return Change::None };
         record.reported = more;
         let Some(reason) = record.reason() else {
-            return if fails { record.eject(Reason::Reported, true, now) } else { Change::None };
+            return if fails { record.eject(Reason::Reported, true, samples, now) } else { Change::None };
         };
         if record.was_heard(now) {
             return Change::None;
@@ -591,19 +596,18 @@ impl EjectionTable {
     }
 
     /// With a probability of 1/4, returns the due trial that has waited longest. However many replicas are ejected, at
-    /// most about one request in four is a trial. `samples` and `members` come from the membership.
+    /// most about one request in four is a trial.
     pub fn take_trial(
         &mut self,
         settings: &EjectionSettings,
         now: Micros,
-        samples: u32,
-        members: u32,
         rng: &mut impl Rng,
     ) -> Option<Trial> {
         let now = now.stamp();
         if self.panics() {
             return None;
         }
+        let (samples, members) = (self.samples, self.members);
         let due = |record: &&mut Record| {
             record.reason != 0
                 && record.heard == 1
@@ -630,7 +634,7 @@ impl EjectionTable {
         self.get(replica).is_some_and(|record| record.reason != 0 || record.fails_half(now.stamp()))
     }
 
-    /// Number of replicas ejected now; 0 in a panic.
+    /// Number of replicas in use that are ejected now; 0 in a panic.
     pub fn ejected(&self) -> usize {
         if self.panics() { 0 } else { self.flagged() }
     }
@@ -688,11 +692,15 @@ impl EjectionTable {
         Others { share: median.unwrap_or(0) as f32 / (SHARES - 1) as f32, count }
     }
 
+    /// Number of replicas in use that are ejected, or would be if there were no panic. After a fail-over, those of the
+    /// old priority do not count.
     fn flagged(&self) -> usize {
-        self.records.iter().filter(|record| record.reason != 0).count()
+        let counts =
+            |record: &&Record| record.reason != 0 && record.placement().is_in_use(self.samples, self.members);
+        self.records.iter().filter(counts).count()
     }
 
-    /// Whether more than half of the fleet would be ejected, so that no replica is.
+    /// Whether more than half of the replicas in use would be ejected, so that no replica is.
     pub fn panics(&self) -> bool {
         self.flagged() * 2 > self.members as usize
     }
@@ -767,7 +775,7 @@ impl Blob for EjectionTable {
             return Err(BlobError::Content);
         }
         let TableHeader { members, well, version, .. } = header;
-        Ok(Self { members, well, version, records, lost: 0 })
+        Ok(Self { members, well, version, records, lost: 0, samples: 0 })
     }
 
     fn encode(&self) -> Cow<'_, [u8]> {

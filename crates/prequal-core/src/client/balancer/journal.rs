@@ -131,9 +131,8 @@ impl<S: Store> Journal<S> {
             for update in pending.iter() {
                 update.apply(settings, pool, watched.then_some(&*table), rng);
             }
-            let (members, _) = pool.membership();
-            if looked || (*watched && members != table.members()) {
-                table.set_members(members);
+            let (members, samples) = pool.membership();
+            if *watched && (table.set_members(members, samples) || looked) {
                 pool.exclude(table, now);
             }
             action(pool, watched.then_some((&*table, trial)), rng)
@@ -168,7 +167,7 @@ fn update_ejections<G: Rng>(
     let (members, samples) = pool.membership();
     let mut changes = [Change::None; MAX_PENDING];
     let updated = ejections.update(|table| {
-        table.set_members(members);
+        table.set_members(members, samples);
         let mut changed = false;
         for (update, slot) in updates.iter().skip(*in_table).zip(&mut changes) {
             *slot = match *update {
@@ -183,7 +182,7 @@ fn update_ejections<G: Rng>(
         }
         // The tick removes old records, to keep the table small.
         changed |= !request && table.expire(now);
-        let trial = if request { table.take_trial(settings, now, samples, members, rng) } else { None };
+        let trial = if request { table.take_trial(settings, now, rng) } else { None };
         let lost = table.take_lost();
         changed |= trial.is_some();
         if changed {

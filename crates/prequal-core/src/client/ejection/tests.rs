@@ -43,7 +43,7 @@ struct Scene {
 impl Scene {
     fn new() -> Self {
         let mut table = EjectionTable::new();
-        table.set_members(10);
+        table.set_members(10, 0);
         Self { table, flights: Flights::new(), rng: SmallRng::seed_from_u64(5) }
     }
 
@@ -78,9 +78,7 @@ impl Scene {
 
     /// Returns the trial that is due at `at`; repeats the random draw until a trial comes.
     fn trial(&mut self, at: u64) -> Option<Endpoint> {
-        (0..100)
-            .find_map(|_| self.table.take_trial(&SETTINGS, ms(at), 0, 10, &mut self.rng))
-            .map(|t| t.replica)
+        (0..100).find_map(|_| self.table.take_trial(&SETTINGS, ms(at), &mut self.rng)).map(|t| t.replica)
     }
 
     /// Number of requests, 20 ms apart, until the replica is ejected; at most 10 000, `None` if it never is.
@@ -220,7 +218,7 @@ fn ejected_of_fleet(shares: &[f64], rate: u64, seed: u64) -> Vec<f64> {
     let replicas = shares.len() as u64;
     let mut scene = Scene::new();
     scene.rng = SmallRng::seed_from_u64(seed);
-    scene.table.set_members(replicas as u32);
+    scene.table.set_members(replicas as u32, 0);
     let settings = Profile::Default.pool_settings();
     let mut pool = PoolState::new();
     let mut own: Vec<FailureShare> = vec![FailureShare::default(); shares.len()];
@@ -242,7 +240,7 @@ fn ejected_of_fleet(shares: &[f64], rate: u64, seed: u64) -> Vec<f64> {
                 pool.record(&settings, now, n, load, even, &mut scene.rng);
             }
         }
-        let trial = scene.table.take_trial(&SETTINGS, now, 0, replicas as u32, &mut scene.rng);
+        let trial = scene.table.take_trial(&SETTINGS, now, &mut scene.rng);
         let mut n = scene.rng.random_range(0..shares.len());
         while !is_in[n] {
             n = scene.rng.random_range(0..shares.len());
@@ -342,7 +340,7 @@ fn half_of_the_fleet_can_be_ejected_but_not_more() {
     }
     assert_eq!(scene.table.ejected(), 5);
     // A fleet of one is never ejected.
-    scene.table.set_members(1);
+    scene.table.set_members(1, 0);
     assert_eq!(scene.table.ejected(), 0);
 }
 
@@ -530,7 +528,7 @@ fn a_stepping_clock_does_no_harm() {
 #[test]
 fn half_of_a_thousand_replicas_can_be_ejected_while_the_rest_are_watched() {
     let mut table = EjectionTable::new();
-    table.set_members(1000);
+    table.set_members(1000, 0);
     for n in 0..500 {
         table.apply(&SETTINGS, ms(0), replica(n), UNRESPONSIVE);
     }
@@ -543,7 +541,7 @@ fn half_of_a_thousand_replicas_can_be_ejected_while_the_rest_are_watched() {
 #[test]
 fn a_full_table_keeps_ejected_replicas_and_counts_lost_records() {
     let mut table = EjectionTable::new();
-    table.set_members(10_000);
+    table.set_members(10_000, 0);
     for n in 0..40 {
         table.apply(&SETTINGS, ms(0), replica(n), UNRESPONSIVE);
     }
@@ -592,16 +590,45 @@ fn a_replica_without_placement_gets_no_trial() {
     scene.tell(0, 1, UNRESPONSIVE);
     scene.heard(1, 1, 0);
     // Since then the policy has been sampled a thousand times, and no sample has met the replica.
-    assert!(
-        (0..100).all(|_| scene.table.take_trial(&SETTINGS, ms(2000), 1000, 10, &mut scene.rng).is_none())
-    );
+    scene.table.set_members(10, 1000);
+    assert_eq!(scene.trial(2000), None);
+}
+
+/// A fail-over: priority 0 has eight replicas, and they hang. Priority 1 has three.
+#[test]
+fn ejected_replicas_out_of_use_cause_no_panic() {
+    for heard in [false, true] {
+        let mut scene = Scene::new();
+        scene.table.set_members(11, 1000);
+        for n in 0..8 {
+            scene.tell(0, n, UNRESPONSIVE);
+            if heard {
+                scene.table.heard(&SETTINGS, ms(1), replica(n), 0, 0, Placement::even(1000));
+            }
+        }
+        assert!(scene.table.panics(), "most of the replicas in use hang");
+        // Envoy uses priority 1, so no sample meets the replicas of priority 0 any longer.
+        scene.table.set_members(3, 1031);
+        assert!(!scene.table.panics());
+        scene.tell(1000, 8, UNRESPONSIVE);
+        assert!(scene.table.is_ejected(replica(8)) && scene.table.is_ejected(replica(0)), "heard: {heard}");
+        assert_eq!(scene.table.ejected(), 1, "of the three in use");
+        scene.table.heard(&SETTINGS, ms(1001), replica(8), 0, 0, Placement::even(1031));
+        assert_eq!(scene.trial(2001), Some(replica(8)));
+        // Envoy uses priority 0 again.
+        scene.table.set_members(11, 1100);
+        for n in 0..8 {
+            scene.table.heard(&SETTINGS, ms(3000), replica(n), 0, 0, Placement::even(1100));
+        }
+        assert!(scene.table.panics());
+    }
 }
 
 #[test]
 fn with_the_rules_off_nothing_is_ejected() {
     let off = Profile::Paper.pool_settings().ejection;
     let mut table = EjectionTable::new();
-    table.set_members(10);
+    table.set_members(10, 0);
     let mut flights = Flights::new();
     for i in 0..1000 {
         let flight = flights.sent(ms(i * 10), replica(1), Some(100_000), false, true);
@@ -640,7 +667,7 @@ fn use_after(mut table: EjectionTable, now: Micros) {
         }
         table.admit(now, replica(n), load(0, 0));
     }
-    table.take_trial(&SETTINGS, now, 0, 10, &mut SmallRng::seed_from_u64(5));
+    table.take_trial(&SETTINGS, now, &mut SmallRng::seed_from_u64(5));
     assert!(EjectionTable::decode(&table.encode()).is_ok());
 }
 
@@ -703,7 +730,7 @@ proptest! {
         members in 0u32..90,
     ) {
         let mut table = EjectionTable::new();
-        table.set_members(members);
+        table.set_members(members, 0);
         let mut rng = SmallRng::seed_from_u64(1);
         let mut now = 0u64;
         for (n, op, value, trial) in ops {
@@ -713,7 +740,7 @@ proptest! {
                 2 => { table.apply(&SETTINGS, ms(now), replica(n), Event::Unresponsive { trial, ordinary: !trial }); }
                 3 => { table.apply(&SETTINGS, ms(now), replica(n), good(trial)); }
                 4 => { table.heard(&SETTINGS, ms(now), replica(n), value, 0, Placement::even(0)); }
-                _ => { table.take_trial(&SETTINGS, ms(now), 0, members, &mut rng); table.expire(ms(now)); }
+                _ => { table.take_trial(&SETTINGS, ms(now), &mut rng); table.expire(ms(now)); }
             }
             prop_assert!(table.ejected() * 2 <= members as usize);
             prop_assert!(EjectionTable::decode(&table.encode()).is_ok());
@@ -724,7 +751,7 @@ proptest! {
 #[test]
 fn most_fail_is_reported_only_while_most_of_the_fleet_fails() {
     let mut table = EjectionTable::new();
-    table.set_members(4);
+    table.set_members(4, 0);
     let mut fail = |n, requests| {
         let event = Event::Failed { requests, well: 0, trial: false };
         for _ in 0..4 {
@@ -741,7 +768,7 @@ fn most_fail_is_reported_only_while_most_of_the_fleet_fails() {
 #[test]
 fn an_old_table_stops_reporting_that_most_fail() {
     let mut table = EjectionTable::new();
-    table.set_members(2);
+    table.set_members(2, 0);
     for n in 0..2 {
         table.apply(&SETTINGS, ms(1000), replica(n), UNRESPONSIVE);
     }

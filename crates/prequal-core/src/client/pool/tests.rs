@@ -125,7 +125,7 @@ fn an_ejected_replica_leaves_the_pool_and_a_single_remaining_one_is_chosen() {
     scene.report(0, 1, 0, Some(1));
     scene.report(0, 2, 5, Some(90));
     let mut ejections = EjectionTable::new();
-    ejections.set_members(2);
+    ejections.set_members(2, 0);
     let unresponsive = crate::client::ejection::Event::Unresponsive { trial: false, ordinary: true };
     ejections.apply(&scene.settings.ejection, ms(0), replica(1), unresponsive);
     scene.pool.exclude(&ejections, ms(1));
