@@ -1418,6 +1418,18 @@ fn streams_do_not_hide_that_a_replica_is_saturated() {
 }
 
 #[test]
+fn streams_alone_do_not_saturate_a_replica() {
+    let mut scene = Scene::new(plain());
+    // Two replicas have 50 streams each and no other request. The other two are idle, but take five times as long.
+    let picked: [usize; 4] = shares(&mut scene, 400, |n| {
+        let (away, base_us) = if n < 2 { (50, 20_000) } else { (0, 100_000) };
+        let capacity = Some(Capacity::new(base_us, 4 + away as u16));
+        (Load { capacity, away, ..Load::at_face_value(away, Some(base_us)) }, Placement::even(0))
+    });
+    assert!(picked[0] > 150 && picked[1] > 150, "{picked:?}");
+}
+
+#[test]
 fn among_equal_replicas_the_one_with_fewer_streams_is_chosen() {
     for steady in [false, true] {
         let mut scene = Scene::new(plain());
