@@ -143,9 +143,8 @@ const WINDOW: u32 = 64 * 1024;
 /// HTTP/2 flow-control window of a connection, bytes. Uploads that the backend does not read block the others only if
 /// they fill this window. That takes five times as many as the shipped Envoy has on a connection.
 ///
-/// h2 also ends a connection with too many small frames that nobody has read. Each counts as the difference between 256
-/// bytes and its payload, and the sum may reach half of this window. So a single upload cannot reach it, even in frames
-/// of one byte.
+/// h2 also ends a connection that holds too many small unread frames. Each counts as the difference between 256 bytes and
+/// its payload, and the sum may reach half of this window. A single upload cannot reach it, even in frames of one byte.
 const CONNECTION_WINDOW: u32 = 512 * WINDOW;
 /// Maximum data buffered per HTTP/2 stream for a client that reads slowly, bytes.
 const SEND_BUFFER: usize = 256 * 1024;

@@ -1,4 +1,5 @@
-//! Body as a client or the backend sends it.
+//! The body of a request or response as it is received. Decides whether a body that has ended is complete; counting and
+//! cutting bodies is left to `upload.rs` and `body.rs`.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};

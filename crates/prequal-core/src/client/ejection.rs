@@ -182,7 +182,7 @@ pub struct EjectionTable {
     records: Vec<Record>,
     /// Number of records lost because the table was full. Not part of the blob.
     lost: u32,
-    /// Number of samples of Envoy's own policy, which shows the records of replicas out of use. Not part of the blob.
+    /// Number of samples of Envoy's own policy so far. It shows which replicas are out of use. Not part of the blob.
     samples: u32,
 }
 
@@ -286,7 +286,7 @@ impl Record {
         };
         (self.since, self.streak, self.heard, self.vouched) = (now, 0, 0, 0);
         (self.vouch, self.chance) = (vouch.into(), vouch.into());
-        // Until the replica is heard from.
+        // This placement applies until the replica is heard from.
         let Placement { sampled, weight } = Placement::even(samples);
         (self.sampled, self.weight) = (sampled, weight);
         Change::Ejected(reason)

@@ -526,8 +526,8 @@ impl PoolState {
     }
 
     /// Records that a request to the replica has failed. The report on the response does not count, because a replica
-    /// that fails at once looks idle and fast. But the request is no longer in flight, and the replica has just been
-    /// heard from.
+    /// that fails at once looks idle and fast. But the request is no longer in flight, and the entry counts as fresh, so
+    /// that the replica keeps its turn. This also applies to a replica that did not answer: ejection deals with it.
     pub(crate) fn left(&mut self, endpoint: Endpoint, now: Micros) {
         if let Some(entry) = self.entries_mut().iter_mut().find(|entry| entry.endpoint == endpoint) {
             entry.rif = entry.rif.saturating_sub(1);

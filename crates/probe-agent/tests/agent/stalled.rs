@@ -1,4 +1,5 @@
-//! Bodies that nobody reads: they hold up no other request on the connections that they share.
+//! Uploads and responses that stay unread must not block other requests on the same connection. `http2.rs` has the other
+//! tests of HTTP/2 connections to the backend.
 
 use std::convert::Infallible;
 use std::sync::Arc;

@@ -440,14 +440,14 @@ fn a_request_that_fails_is_no_longer_in_flight() {
         let mut balancer = balancer(config, &Memory);
         probe_all(&mut balancer, 2, 0);
         let mut failing = balancer.begin(ms(1), &[], true, &mut rng());
-        let told = report(number(failing.pick.replica.unwrap()), 3, 10);
-        balancer.response(ms(2), &mut failing, !late, Some(Ok(told)), &Silence);
+        let reported = report(number(failing.pick.replica.unwrap()), 3, 10);
+        balancer.response(ms(2), &mut failing, !late, Some(Ok(reported)), &Silence);
         balancer.ended(failing, true, true, &Proxy(3, None, Class::Answer, 1));
         balancer.apply(ms(4), &mut rng());
         let pool = balancer.journal.pool.update(|pool| (*pool, false)).result;
         let mut rifs: Vec<u32> = pool.candidates(ms(4)).map(|candidate| candidate.rif).collect();
         rifs.sort_unstable();
-        // Only the report on a request that seemed to be answered well counts.
+        // A report counts only if the response seemed to be good when its headers arrived.
         assert_eq!(rifs, [0, if late { 3 } else { 0 }], "{failure_share}");
     }
 }
