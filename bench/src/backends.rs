@@ -97,11 +97,13 @@ pub(crate) struct ReplicaSpec {
     pub(crate) service: Service,
     /// `None`: no limit.
     pub(crate) slots: Option<Slots>,
+    /// Its weight in Envoy's configuration, 1 to 128. Other load balancers do not get it.
+    pub(crate) weight: u32,
 }
 
 impl ReplicaSpec {
     pub(crate) fn new(service: Service) -> Self {
-        Self { service, slots: None }
+        Self { service, slots: None, weight: 1 }
     }
 
     /// A replica that sleeps `ms`.
@@ -111,6 +113,10 @@ impl ReplicaSpec {
 
     pub(crate) fn with_slots(self, serving: usize, waiting: usize) -> Self {
         Self { slots: Some(Slots { serving, waiting }), ..self }
+    }
+
+    pub(crate) fn with_weight(self, weight: u32) -> Self {
+        Self { weight, ..self }
     }
 }
 

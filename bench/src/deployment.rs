@@ -25,6 +25,8 @@ use crate::process::{cores, resident_kib};
 
 /// The serving cluster of the shipped configuration.
 pub(crate) const CLUSTER: &str = "replicas";
+/// Its probe cluster.
+const PROBE_CLUSTER: &str = "replicas-agent";
 
 /// Rules that send no probes.
 const PROBE_FREE: [&str; 2] = ["peak_ewma", "zuul_choice_of_two"];
@@ -283,6 +285,12 @@ pub(crate) fn config(arm: Arm, replicas: &[SocketAddr], fleet: &Fleet) -> Result
     let native = arm == Arm::Native || arm.is_prequal() && NATIVE.load(Ordering::Relaxed);
     let shipped = if native { EnvoyConfig::native_for_replicas } else { EnvoyConfig::for_replicas };
     let plain = shipped(replicas)?.edit(|config| {
+        for name in [CLUSTER, PROBE_CLUSTER] {
+            let endpoints = &mut config.cluster_mut(name)["load_assignment"]["endpoints"][0]["lb_endpoints"];
+            for (endpoint, replica) in endpoints.as_array_mut().into_iter().flatten().zip(&fleet.0) {
+                endpoint["load_balancing_weight"] = json!(replica.weight);
+            }
+        }
         if let Some(route) = config.route_mut().as_object_mut() {
             route.remove("retry_policy");
             // A long answer takes longer than the shipped configuration allows.

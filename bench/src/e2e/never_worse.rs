@@ -57,6 +57,9 @@ pub(crate) struct Any {
     /// (2x1c:exp:40). May be repeated. The share of all but the first kind is shown
     #[arg(long, value_name = "GROUP")]
     and: Vec<ReplicaGroup>,
+    /// Weights of the replicas in Envoy's configuration, one per kind, comma-separated
+    #[arg(long, value_name = "WEIGHTS", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=128))]
+    weights: Vec<u32>,
     /// Load as a fraction of what the whole fleet can serve
     #[arg(long, value_name = "PART", value_parser = load, required_unless_present = "connections")]
     load: Option<f64>,
@@ -79,6 +82,12 @@ impl Any {
             self.connections.is_none() || one,
             "--connections needs --envoys 1: all connections go to one Envoy"
         );
+        ensure!(
+            self.weights.is_empty() || self.weights.len() == 1 + self.and.len(),
+            "--weights needs one weight per kind of replica, {} in all, not {}",
+            1 + self.and.len(),
+            self.weights.len()
+        );
         Ok(())
     }
 }
@@ -89,6 +98,7 @@ struct ReplicaGroup {
     replicas: u16,
     serving: Serving,
     times: Times,
+    weight: u32,
 }
 
 /// What limits a replica.
@@ -120,7 +130,8 @@ impl ReplicaGroup {
             Serving::Slots(slots) => format!("{slots} slot{plural}"),
             Serving::Cores(cores) => format!("{cores} shared core{plural}"),
         };
-        format!("{} replicas with {serving}, {}", self.replicas, self.times)
+        let weight = if self.weight == 1 { String::new() } else { format!(", weight {}", self.weight) };
+        format!("{} replicas with {serving}, {}{weight}", self.replicas, self.times)
     }
 
     fn replica(self) -> ReplicaSpec {
@@ -129,6 +140,7 @@ impl ReplicaGroup {
             Serving::Slots(slots) => Service::Queue { slots: slots.into(), times },
             Serving::Cores(cores) => Service::Cores { cores: cores.into(), times },
         })
+        .with_weight(self.weight)
     }
 }
 
@@ -154,7 +166,7 @@ impl FromStr for ReplicaGroup {
         );
         let requests = serving.requests();
         ensure!((1..=1000).contains(&requests), "from 1 to 1000 slots or cores, not {requests}");
-        Ok(Self { replicas, serving, times: times.parse()? })
+        Ok(Self { replicas, serving, times: times.parse()?, weight: 1 })
     }
 }
 
@@ -165,7 +177,12 @@ fn load(text: &str) -> Result<f64> {
 }
 
 fn exponential(replicas: u16, slots: u16, mean_ms: f64) -> ReplicaGroup {
-    ReplicaGroup { replicas, serving: Serving::Slots(slots), times: Times::Exponential { mean_ms } }
+    ReplicaGroup {
+        replicas,
+        serving: Serving::Slots(slots),
+        times: Times::Exponential { mean_ms },
+        weight: 1,
+    }
 }
 
 /// Identical, busy replicas.
@@ -183,7 +200,8 @@ pub(super) fn equal_90(seconds: Duration) -> Scenario {
 /// Identical replicas, but one request in ten takes twenty times as long as the others.
 pub(super) fn mix(seconds: Duration) -> Scenario {
     let times = Times::Mix { usual: [5.0, 15.0], other: [100.0, 300.0], other_share: 0.1 };
-    scenario("mix", &[ReplicaGroup { replicas: 8, serving: Serving::Slots(4), times }], 772, None, seconds)
+    let group = ReplicaGroup { replicas: 8, serving: Serving::Slots(4), times, weight: 1 };
+    scenario("mix", &[group], 772, None, seconds)
 }
 
 /// Half of the replicas are half as fast.
@@ -201,14 +219,14 @@ pub(super) fn queue(seconds: Duration) -> Scenario {
 /// Identical replicas and identical requests: round robin is hard to beat.
 pub(super) fn constant(seconds: Duration) -> Scenario {
     let times = Times::Exactly { ms: 40.0 };
-    let group = ReplicaGroup { replicas: 12, serving: Serving::Slots(4), times };
+    let group = ReplicaGroup { replicas: 12, serving: Serving::Slots(4), times, weight: 1 };
     scenario("constant", &[group], 1080, None, seconds)
 }
 
 /// Identical replicas, rarely busy: each must get some requests. The whole run is judged.
 pub(super) fn idle(seconds: Duration) -> Scenario {
     let times = Times::Exactly { ms: 10.0 };
-    let group = ReplicaGroup { replicas: 4, serving: Serving::Slots(4), times };
+    let group = ReplicaGroup { replicas: 4, serving: Serving::Slots(4), times, weight: 1 };
     Scenario {
         title: format!("{}, 20 requests/s", group.text()),
         load: Load::constant(20),
@@ -222,8 +240,11 @@ pub(super) fn idle(seconds: Duration) -> Scenario {
 pub(super) fn any(fleet: &Any, seconds: Duration) -> Scenario {
     let serving = fleet.cores.map(Serving::Cores).or(fleet.slots.map(Serving::Slots));
     let serving = serving.expect("the command line has one of the two");
-    let first = ReplicaGroup { replicas: fleet.replicas, serving, times: fleet.service };
-    let groups: Vec<ReplicaGroup> = std::iter::once(first).chain(fleet.and.iter().copied()).collect();
+    let first = ReplicaGroup { replicas: fleet.replicas, serving, times: fleet.service, weight: 1 };
+    let mut groups: Vec<ReplicaGroup> = std::iter::once(first).chain(fleet.and.iter().copied()).collect();
+    for (group, weight) in groups.iter_mut().zip(&fleet.weights) {
+        group.weight = *weight;
+    }
     let capacity: f64 = groups.iter().map(|group| group.capacity()).sum();
     let per_second = (fleet.load.unwrap_or_default() * capacity).round().max(1.0) as u32;
     let marked = (!fleet.and.is_empty()).then_some("the other kinds");
@@ -345,6 +366,23 @@ mod tests {
     }
 
     #[test]
+    fn kinds_can_have_weights() {
+        let line = "--replicas 2 --slots 3 --service exp:20 --and 1x1:exp:20 --load 0.5 --weights";
+        let scenario = parsed(&format!("{line} 10,1")).unwrap();
+        assert!(
+            scenario.title.contains("exponential 20 ms, weight 10, and 1 replicas"),
+            "{}",
+            scenario.title
+        );
+        assert_eq!(scenario.fleet.0.iter().map(|replica| replica.weight).collect::<Vec<_>>(), [10, 10, 1]);
+
+        let line = format!("fleet {line} 10,1,1");
+        let wrong = CommandLine::try_parse_from(line.split_whitespace()).expect("options").any;
+        let error = wrong.check().expect_err("three weights").to_string();
+        assert!(error.contains("2 in all, not 3"), "{error}");
+    }
+
+    #[test]
     fn replicas_can_share_cores() {
         let line = "--replicas 8 --cores 2 --service exp:20 --and 2x1c:exp:40 --load 0.5 --envoys 1";
         let scenario = parsed(line).unwrap();
@@ -388,6 +426,7 @@ mod tests {
             ("--load 0.9", "", "--load <PART>"),
             ("--slots 3", "", "--slots <COUNT>"),
             ("--load", "--cores 2 --load", "cannot be used with"),
+            ("--load", "--weights 0 --load", "0 is not in 1..=128"),
             ("--load", "--and 2:exp:40 --load", "REPLICASxSLOTS:TIMES"),
             ("--load", "--and 2x0c:exp:40 --load", "from 1 to 1000 slots or cores, not 0"),
             ("--load", "--and 0x1:exp:40 --load", "from 1 to 100 replicas, not 0"),
