@@ -18,6 +18,7 @@ use rand::rngs::SmallRng;
 
 use super::policies::SimPolicy;
 use super::policies::cswrr::{Cswrr, Settings};
+use super::policies::edf::Edf;
 use super::policies::least_loaded::{LeastLoaded, LeastLoadedPo2c};
 use super::policies::uniform::{Random, RoundRobin};
 use super::policies::weighted::WeightedRoundRobin;
@@ -120,16 +121,21 @@ pub(crate) enum Balancer {
 }
 
 impl Balancer {
-    /// The balancer of one of `clients` clients over `servers` servers, of which the first `known` exist.
+    /// The balancer of one of `clients` clients over the servers with these `weights`, of which the first `known` exist.
     pub(crate) fn new(
         arm: &SimArm,
         clients: usize,
-        servers: usize,
+        weights: &[u32],
         known: usize,
         rng: &mut SmallRng,
     ) -> Self {
         let simple = |policy: Box<dyn SimPolicy>| Self::Simple(policy);
+        let servers = weights.len();
+        let weighted = weights.windows(2).any(|pair| pair[0] != pair[1]);
         match arm {
+            SimArm::RoundRobin | SimArm::LeastLoaded if weighted => {
+                simple(Box::new(Edf::new(weights, *arm == SimArm::LeastLoaded, rng)))
+            }
             SimArm::Random => simple(Box::new(Random::new(servers))),
             SimArm::RoundRobin => simple(Box::new(RoundRobin::new(servers, rng.random_range(0..servers)))),
             SimArm::WeightedRoundRobin => {

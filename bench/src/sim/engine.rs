@@ -46,6 +46,8 @@ struct World<'a> {
     deadlines: VecDeque<(Nanos, u32, u64)>,
     servers: Vec<Server>,
     alive: Vec<usize>,
+    /// The order in which a probe cluster's round robin chooses the living servers, each as often as its weight says.
+    rotation: Vec<usize>,
     /// Queries sent to each server and not finished there. Only the rule `Floor` uses them.
     assigned: Vec<u32>,
     balancers: Vec<Balancer>,
@@ -165,8 +167,9 @@ impl<'a> World<'a> {
                 )
             })
             .collect();
+        let weights: Vec<u32> = scenario.servers.iter().map(|server| server.weight).collect();
         let balancers: Vec<Balancer> = (0..scenario.clients)
-            .map(|_| Balancer::new(arm, scenario.clients, n, scenario.initially, &mut choice))
+            .map(|_| Balancer::new(arm, scenario.clients, &weights, scenario.initially, &mut choice))
             .collect();
         let from = nanos(scenario.warm_up);
         let mut world = Self {
@@ -177,6 +180,7 @@ impl<'a> World<'a> {
             deadlines: VecDeque::new(),
             servers,
             alive: (0..scenario.initially).collect(),
+            rotation: Vec::new(),
             assigned: vec![0; n],
             turns: (0..balancers.len()).map(|_| choice.random_range(0..n)).collect(),
             balancers,
@@ -197,6 +201,7 @@ impl<'a> World<'a> {
             until: from + nanos(scenario.measured),
             run: RunRecord::default(),
         };
+        world.rotate();
         world.begin();
         world
     }
@@ -663,13 +668,12 @@ impl<'a> World<'a> {
         if self.measuring() {
             *(if asked.is_some() { &mut self.run.probes } else { &mut self.run.discoveries }) += 1;
         }
-        // If the addressed host is gone, or none is addressed, the probe cluster's own policy picks the server in
-        // rotation.
+        // If the addressed host is gone, or none is addressed, the probe cluster's own policy picks the server.
         let known = asked.map(|asked| server_of(asked.replica)).filter(|server| self.servers[*server].alive);
         let server = known.unwrap_or_else(|| {
             let turn = &mut self.turns[client];
             *turn += 1;
-            self.alive[*turn % self.alive.len()]
+            self.rotation[*turn % self.rotation.len()]
         });
         let probe = self.probes.insert(Probe {
             client: client as u32,
@@ -823,14 +827,23 @@ impl<'a> World<'a> {
             SimChange::Leave(server) => {
                 self.servers[server].alive = false;
                 self.alive.retain(|alive| *alive != server);
+                self.rotate();
             }
             SimChange::Pause(ms) => self.paused_until = now + nanos(ms / 1e3),
             SimChange::Join(server) => {
                 self.servers[server].alive = true;
                 self.servers[server].starts(now);
                 self.alive.push(server);
+                self.rotate();
             }
         }
+    }
+
+    fn rotate(&mut self) {
+        let weight = |server: usize| self.scenario.servers[server].weight;
+        let rounds = self.alive.iter().map(|server| weight(*server)).max().unwrap_or(0);
+        let round = |round| self.alive.iter().copied().filter(move |server| weight(*server) > round);
+        self.rotation = (0..rounds).flat_map(round).collect();
     }
 }
 

@@ -119,6 +119,8 @@ pub(crate) struct ServerSpec {
     /// Share of queries that fail at once.
     pub(crate) failing: f64,
     pub(crate) cache: Option<CacheSpec>,
+    /// Weight of the endpoint in the clients' Envoys, at least 1.
+    pub(crate) weight: u32,
 }
 
 /// How a server spends its time on a query.
@@ -178,6 +180,15 @@ impl ServerSpec {
             queue: usize::MAX,
             failing: 0.0,
             cache: None,
+            weight: 1,
+        }
+    }
+
+    /// Gives it `times` as many slots, or cores.
+    pub(crate) fn grow(&mut self, times: u32) {
+        self.slots = self.slots.saturating_mul(times as usize);
+        if let SimService::Cpu { cores, .. } = &mut self.service {
+            *cores *= f64::from(times);
         }
     }
 

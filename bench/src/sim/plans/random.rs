@@ -271,11 +271,14 @@ pub(super) fn charts(cells: &Cells) -> Vec<Chart> {
             };
             Line { label: (*arm).to_owned(), values: SHOWN.iter().map(value).collect() }
         };
+        // `weights` has only some of the policies.
+        let arms = [OURS, LEARNING, "RR", CSWRR, "LL", "LL-Po2C"];
+        let run = arms.iter().filter(|arm| cells.0.iter().any(|cell| cell.arm == **arm));
         Chart {
             title: format!("{name} over that of Envoy's best policy"),
             x_label: "fleets, from the best for the policy to the worst".to_owned(),
             points: SHOWN.map(|(label, _)| label.to_owned()).into(),
-            lines: [OURS, LEARNING, "RR", CSWRR, "LL", "LL-Po2C"].iter().map(line).collect(),
+            lines: run.map(line).collect(),
             logarithmic: true,
             ceiling: Some(10.0),
             format: |times| format!("{times:.2}x"),

@@ -31,7 +31,7 @@ pub(crate) fn charts(name: &str, cells: &Cells) -> Vec<Chart> {
     match name {
         "calibration" => vec![calibrated(cells)],
         "fleets" => fleets::charts(cells),
-        "random" | "heldout" | "unseen" | "moving" | "cold" => random::charts(cells),
+        "random" | "heldout" | "unseen" | "moving" | "cold" | "weights" => random::charts(cells),
         _ => Vec::new(),
     }
 }

@@ -6,6 +6,7 @@
 //! | [`uniform`] | Random, Round Robin | paper §5.2 |
 //! | [`weighted`] | Weighted Round Robin, q/u | paper §2; gRPC A58 for the error penalty |
 //! | [`cswrr`] | Envoy's `client_side_weighted_round_robin` | Envoy 1.40 |
+//! | [`edf`] | Envoy's `round_robin` and `least_request` with weights | Envoy 1.40 |
 //! | [`least_loaded`] | Least Loaded, LL-Po2C | paper §5.2 (NGINX, Envoy) |
 //! | [`yarp`] | YARP-Po2C | paper §5.2; Microsoft YARP |
 
@@ -15,6 +16,7 @@ use prequal_core::client::policies::zuul::Zuul;
 use prequal_core::shared::time::Micros;
 
 pub(crate) mod cswrr;
+pub(crate) mod edf;
 pub(crate) mod least_loaded;
 pub(crate) mod uniform;
 pub(crate) mod weighted;
