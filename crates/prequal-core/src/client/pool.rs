@@ -19,10 +19,10 @@
 //!   ([`crate::client::pool::reuse`]), is replaced by a newer report of the same replica, is the oldest when another
 //!   replica's report needs room, or is removed: `r_remove` per pick, the oldest and the worst alternately.
 //! - **Envoy's own placement** stays in force ([`crate::client::members`]): an entry also leaves once the policy's
-//!   samples no longer meet its replica. Where weights differ, RIF counts relative to the weight, and among entries
-//!   whose latencies or costs count as equal, the choice depends on weighted RIF and chance. Equal replicas then share
-//!   by weight at any load, and a slow replica is still avoided. When Envoy refuses most choices, because it knows of
-//!   failures that the probe cluster's policy does not know, steering pauses for a second.
+//!   samples no longer meet its replica. Where weights differ, entries that count as equal share by weight. With hot and
+//!   cold, their RIF relative to the weight and chance decide; with predicted latency, turns relative to the weight do.
+//!   A slow replica is still avoided, and so is one that is beyond its knee. When Envoy refuses most choices, because
+//!   it knows of failures that the probe cluster's policy does not know, steering pauses for a second.
 //! - **Ejected replicas** ([`crate::client::ejection`]) are not in the pool: the caller does not record their reports.
 //! - **A young replica** takes a share that grows with its age over [`PoolSettings::slow_start_ms`]. This does not
 //!   apply while at least half of the pool is young, because then the whole fleet is new.

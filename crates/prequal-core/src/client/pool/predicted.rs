@@ -19,9 +19,6 @@ use crate::shared::time::Stamp;
 /// a narrow band, a replica that has recovered would never get its traffic back: it looks slow, so it gets no requests,
 /// so it keeps looking slow.
 const BAND: f32 = 1.35;
-/// The same factor where weights differ. Noise must not decide then, and RIF relative to the weight keeps queues
-/// balanced.
-const WEIGHTED_BAND: f32 = 2.0;
 /// Highest cost, in multiples of the lowest cost, at which a home of the request's hint still gets the request. Beyond
 /// the knee, a cost of 2 means 1.4 times as many requests in flight. Unless homes get most of the requests with their
 /// hints, no replica keeps a hint's data in its cache. With 4, caches are hit slightly more often, but the longest
@@ -99,12 +96,10 @@ pub(super) struct Predicted {
     band: f32,
     /// A home may cost this multiple of the lowest cost.
     home: f32,
-    /// Where weights differ, this replaces every knee: the highest knee relative to its replica's weight. A replica
-    /// with three times the weight in Envoy can show a knee three times as high only if it gets three times as many
-    /// requests.
-    weighted_knee: Option<u16>,
-    /// Upper median of the known knees.
-    usual_knee: u16,
+    /// Whether weights differ.
+    uneven: bool,
+    /// Upper median of the known knees, relative to the weights.
+    usual_knee: u32,
     /// `None` if no replica may count as typical.
     typical: Option<Typical>,
     /// Lower base latencies count as this one.
@@ -124,16 +119,16 @@ impl Predicted {
     pub(super) fn over(entries: &[Entry], picks: u16, noise: &Noise, learning: bool, now: Stamp) -> Self {
         let summary = Summary::of(entries, learning);
         let usual_us = summary.usual_base_us(entries);
-        let congested = summary.congested * 2 > entries.len() && !summary.uneven;
+        let congested = summary.congested * 2 > entries.len();
         let mut rule = Self {
             usual_us,
             lowest: f32::MAX,
             all_equal: false,
             congested,
             steady: summary.steady * 2 > summary.known,
-            band: if summary.uneven { WEIGHTED_BAND } else { BAND * (1.0 + noise.error()) },
+            band: BAND * (1.0 + noise.error()),
             home: if congested { HOME.sqrt() } else { HOME },
-            weighted_knee: None,
+            uneven: summary.uneven,
             usual_knee: summary.usual_knee(entries),
             typical: summary.compares.then(|| Typical::new(usual_us, summary.usual_rate(entries), learning)),
             least_us: summary.least_base_us(entries),
@@ -142,13 +137,6 @@ impl Predicted {
             fresh_log2: FRESH_MS.ilog2(),
             now,
         };
-        if summary.uneven {
-            let relative = |entry: &Entry| {
-                let knee = u32::from(entry.knee) * u32::from(Placement::UNIT);
-                u16::try_from(knee / u32::from(entry.weight.max(1))).unwrap_or(u16::MAX).max(1)
-            };
-            rule.weighted_knee = entries.iter().map(relative).max();
-        }
         let mut highest = 0.0;
         for entry in entries {
             let cost = rule.cost(entry);
@@ -171,20 +159,20 @@ impl Predicted {
     fn capacity(&self, entry: &Entry) -> Capacity {
         let capacity = entry.capacity();
         let capacity = capacity.map(|known| Capacity { base_us: known.base_us.max(self.least_us), ..known });
-        let (known, knee) = match (capacity, self.weighted_knee) {
-            (None, _) => return Capacity::new(self.usual_us, 1),
-            (Some(known), Some(knee)) => (known, knee),
-            (Some(known), None) => match self.typical {
-                Some(typical) if typical.is_like(known) => return typical.capacity,
-                _ if known.open => (known, known.knee.saturating_mul(2).min(self.usual_knee).max(known.knee)),
-                _ => return known,
-            },
-        };
-        Capacity { knee, ..known }
+        let Some(known) = capacity else { return Capacity::new(self.usual_us, 1) };
+        match self.typical {
+            Some(typical) if typical.is_like(known) => typical.capacity,
+            _ if known.open => {
+                let usual = self.usual_knee.saturating_mul(entry.weight.into()) / u32::from(Placement::UNIT);
+                let knee = (2 * u32::from(known.knee)).min(usual).max(known.knee.into());
+                Capacity { knee: u16::try_from(knee).unwrap_or(u16::MAX), ..known }
+            }
+            _ => known,
+        }
     }
 
     fn cost(&self, entry: &Entry) -> f32 {
-        self.cost_at(self.capacity(entry), entry.load_at_server())
+        self.cost_at(self.capacity(entry), entry.at_server())
     }
 
     fn cost_at(&self, capacity: Capacity, load: u32) -> f32 {
@@ -341,8 +329,8 @@ impl Trials {
 
 /// Rank of an entry. The first criterion is whether its cost is beyond the band. Entries beyond the band are ranked by
 /// cost, the others by requests in flight, then by the age of the report, then by turn. A replica below its knee serves
-/// every request at once, so its RIF does not count before the age of its report. While most replicas are congested, or
-/// where weights differ, it does.
+/// every request at once, so its RIF does not count before the age of its report. While most replicas are congested, it
+/// does.
 ///
 /// Where latencies are steady, the turn weighs the RIF against the time since the replica was last chosen ([`TURN`]).
 /// Taking turns spaces requests evenly. Where all requests take the same time, this keeps queues short, as in round
@@ -352,6 +340,10 @@ impl Trials {
 /// ones, chance decides: of those with equally many requests in flight, the one chosen longest ago is likely to be at a
 /// long request. Only those that were just chosen ([`JUST_CHOSEN`]) come last, as their reports may not count that
 /// request yet.
+///
+/// Where weights differ, the longest wait relative to the weight decides, divided by the RIF relative to the weight plus
+/// one. So replicas whose RIF is in proportion to their weights share by weight, as in Envoy's `least_request`. The age
+/// of reports does not count.
 ///
 /// The parts are packed into one number, because every pick compares the ranks of all entries. From the highest bit
 /// down: one bit for the first, 31 for the second, 32 for the others.
@@ -364,18 +356,23 @@ impl Order for Predicted {
     type Rank = PredictedRank;
 
     fn rank(&self, entry: &Entry, rng: &mut impl Rng) -> PredictedRank {
-        let (capacity, requests) = (self.capacity(entry), entry.load_at_server());
+        let (capacity, requests) = (self.capacity(entry), entry.at_server());
         let cost = self.cost_at(capacity, requests);
         if !self.is_equal(cost) {
             // Costs are positive, so their bits sort in the same order, and the sign is 0.
             return BEYOND | u64::from(cost.to_bits()) << 32;
         }
         let knee = u32::from(capacity.knee);
-        let load = match self.weighted_knee {
-            Some(_) => entry.draw(rng),
-            None if requests < knee && !self.congested => 0,
-            None => entry.at_server(),
-        };
+        let load = if requests < knee && !self.congested { 0 } else { entry.load_at_server() };
+        if self.uneven {
+            // The random part makes up for turns being whole numbers. Without it, low weights would get too much.
+            let waited = f32::from(self.picks.wrapping_sub(entry.chosen)) + 1.0 + rng.random::<f32>();
+            let weight = f32::from(entry.weight.max(1));
+            let relative_rif = f32::from(entry.rif) * f32::from(Placement::UNIT) / weight;
+            let turn = (relative_rif + 1.0) / (waited * weight);
+            // Positive, so its bits sort in the same order.
+            return u64::from(load) << 32 | u64::from(turn.to_bits());
+        }
         // The higher the knee, the less the age of a report matters.
         let age = u32::BITS - (self.now.distance_ms(entry.received) >> self.fresh_log2).leading_zeros();
         let age = if age < knee { 0 } else { age / knee };
@@ -390,7 +387,7 @@ impl Order for Predicted {
     }
 
     fn branch(&self, entry: &Entry, _: &Self::Rank) -> Branch {
-        if entry.load_at_server() < self.capacity(entry).knee.into() { Branch::Cold } else { Branch::Hot }
+        if entry.at_server() < self.capacity(entry).knee.into() { Branch::Cold } else { Branch::Hot }
     }
 
     fn latency_us(&self, entry: &Entry) -> Option<u32> {
@@ -431,8 +428,7 @@ struct Summary {
     needs_base: bool,
     /// Whether the usual knee is needed: one is open.
     needs_knee: bool,
-    /// Whether replicas are compared with the typical one: the client is learning, or an estimate is uncertain. Where
-    /// weights differ, they are not.
+    /// Whether replicas are compared with the typical one: the client is learning, or an estimate is uncertain.
     compares: bool,
     /// Whether weights differ.
     uneven: bool,
@@ -472,7 +468,6 @@ impl Summary {
             all.least_us = all.least_us.min(entry.base_us);
             all.most_us = all.most_us.max(if unknown { 0 } else { entry.base_us });
         }
-        all.compares &= !all.uneven;
         all.needs_base |= all.compares;
         all
     }
@@ -502,12 +497,14 @@ impl Summary {
         f32::from_bits(middle(known, |count| count / 2).unwrap_or(0))
     }
 
-    /// Upper median of the known knees; 1 if none is known. Not computed unless it is needed.
-    fn usual_knee(&self, entries: &[Entry]) -> u16 {
+    /// Upper median of the known knees, relative to the weights; 1 if none is known. Not computed unless it is needed.
+    fn usual_knee(&self, entries: &[Entry]) -> u32 {
         if !self.needs_knee {
             return 1;
         }
-        let known = entries.iter().filter_map(|entry| Some(entry.capacity()?.knee));
+        let relative =
+            |knee: u16, weight: u16| u32::from(knee) * u32::from(Placement::UNIT) / u32::from(weight.max(1));
+        let known = entries.iter().filter_map(|entry| Some(relative(entry.capacity()?.knee, entry.weight)));
         middle(known, |count| count / 2).unwrap_or(1)
     }
 }

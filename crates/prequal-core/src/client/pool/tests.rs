@@ -1136,7 +1136,7 @@ fn the_typical_replica_is_no_faster_than_the_replicas() {
 }
 
 #[test]
-fn where_weights_differ_an_uncertain_estimate_counts_as_it_is() {
+fn where_weights_differ_an_uncertain_estimate_still_counts_as_typical() {
     let picks = shares::<4>(&mut Scene::new(plain()), 4000, |n| {
         let base_us = if n == 0 { 60_000 } else { 20_000 };
         // Because of the open knee and the unknown capacity, what is usual is known.
@@ -1144,7 +1144,22 @@ fn where_weights_differ_an_uncertain_estimate_counts_as_it_is() {
         let load = Load { capacity: (n != 3).then_some(capacity), ..Load::at_face_value(0, None) };
         (load, placement(0, if n % 2 == 0 { 1.5 } else { 0.5 }))
     });
-    assert!(picks[0] <= 4, "{picks:?}");
+    assert!((1400..1600).contains(&picks[0]), "three eighths: {picks:?}");
+}
+
+#[test]
+fn where_weights_differ_a_canary_does_not_change_the_knees_of_the_others() {
+    // A knee of 4 is 40 relative to the canary's weight. The others are slower the more of them wait.
+    let busy = |rif: u32| {
+        shares::<4>(&mut Scene::new(plain()), 1000, |n| {
+            let (rif, weight) = if n == 0 { (2, 0.1) } else { (rif, 1.3) };
+            let capacity = Some(Capacity::new(20_000, 4));
+            (Load { capacity, ..Load::at_face_value(rif, None) }, placement(0, weight))
+        })
+    };
+    let (few, many) = (busy(2), busy(8));
+    assert!(few[0] <= 40, "a fortieth while nobody waits: {few:?}");
+    assert_eq!(many[0], 1000, "all others are saturated");
 }
 
 #[test]
