@@ -57,12 +57,14 @@ pub const CANDIDATE_TTL_MS: u32 = 5_000;
 pub const CYCLES: u32 = 10;
 /// Minimum time between renewals of a stamp, milliseconds, so that the blob is not rewritten for every report.
 const RENEW_MS: u32 = 5_000;
-/// Mean number of samples per replica below which all weights are average. When a proxy starts, the first samples of a
+/// Number of rounds of samples in which a replica's weight counts as average. When a proxy starts, the first samples of a
 /// replica are answered together, once its connection is open. The first replicas to answer would seem to have a high
 /// weight, and would be out of use after a few samples of the others.
-const LEAST_MEAN_HITS: u32 = 4;
-/// Mean number of samples per replica above which all counts are halved.
-const MAX_MEAN_HITS: u32 = 96;
+const LEAST_ROUNDS: u32 = 4;
+/// Number of rounds after which a replica's count is halved.
+const MOST_ROUNDS: u32 = 96;
+/// Unit of [`Members::rounds`].
+const ROUND: u32 = 1 << 20;
 /// Number of searches, per round of samples, for replicas that have gone out of use. Fleets up to this size are
 /// searched at every sample.
 const LOOKS_PER_ROUND: u32 = 32;
@@ -112,6 +114,8 @@ pub struct Members {
     list: Vec<Member>,
     /// Number of samples of the policy so far, modulo 2^32.
     samples: u32,
+    /// Number of rounds so far, in units of 1 / [`ROUND`], modulo 2^32. A round is one sample per replica in use.
+    rounds: u32,
     tally: Tally,
 }
 
@@ -120,8 +124,6 @@ pub struct Members {
 struct Tally {
     candidates: usize,
     in_use: u32,
-    /// Sum over the members in use.
-    hits: u32,
     agentless: u32,
     /// Number of members, in use or not, that have not reported yet.
     awaiting: u32,
@@ -133,7 +135,10 @@ struct Member {
     endpoint: Endpoint,
     seen: Stamp,
     sampled: u32,
-    /// Number of samples that met it, halved occasionally; see [`MAX_MEAN_HITS`].
+    /// [`Members::rounds`] when it came into use, moved up whenever `hits` are halved. A replica of average weight has as
+    /// many hits as there have been rounds since then.
+    since: u32,
+    /// Number of samples that have met it since it came into use, halved occasionally; see [`MOST_ROUNDS`].
     hits: u16,
     /// 0 if the serving port answers probes.
     probe_port: u16,
@@ -158,6 +163,7 @@ struct MembersHeader {
     record: u16,
     count: u32,
     samples: u32,
+    rounds: u32,
 }
 
 /// A replica to probe.
@@ -235,7 +241,7 @@ impl Members {
     ) -> bool {
         let stamp = now.stamp();
         let probe_port = probe.map_or(0, |probe| probe.port());
-        let (samples, mean) = (self.samples, self.mean_hits());
+        let (samples, rounds) = (self.samples, self.rounds);
         let position = self.position(endpoint);
         let known = position.ok().and_then(|index| self.list.get_mut(index));
         match (known, evidence) {
@@ -268,16 +274,17 @@ impl Members {
                 if joins {
                     self.tally.remove(known);
                     // The replica counts as average until samples show its weight.
-                    (known.rank, known.hits, known.weight) = (IN_USE, mean as u16, Placement::UNIT);
+                    (known.rank, known.weight) = (IN_USE, Placement::UNIT);
+                    (known.hits, known.since) = (0, rounds);
                     self.tally.add(known);
                 }
                 changed
             }
             (None, _) => {
                 let rank = if evidence == Evidence::Hearsay { CANDIDATE } else { IN_USE };
-                let (alike, limit, hits) = match rank {
-                    CANDIDATE => (self.tally.candidates, MAX_CANDIDATES, 0),
-                    _ => (self.list.len() - self.tally.candidates, MAX_MEMBERS, mean as u16),
+                let (alike, limit) = match rank {
+                    CANDIDATE => (self.tally.candidates, MAX_CANDIDATES),
+                    _ => (self.list.len() - self.tally.candidates, MAX_MEMBERS),
                 };
                 if alike >= limit {
                     return false;
@@ -287,7 +294,8 @@ impl Members {
                     endpoint,
                     seen: stamp,
                     sampled: samples,
-                    hits,
+                    since: rounds,
+                    hits: 0,
                     probe_port,
                     weight,
                     rank,
@@ -303,14 +311,15 @@ impl Members {
     /// Records that Envoy used a replica whose response had no report. If the replica has never reported, or Envoy's
     /// policy had stopped using it, it is agentless from now on. Returns whether the blob must be written.
     pub fn served_unreported(&mut self, endpoint: Endpoint, now: Micros) -> bool {
-        let (stamp, sampled) = (now.stamp(), self.samples);
+        let (stamp, sampled, since) = (now.stamp(), self.samples, self.rounds);
         let position = self.position(endpoint);
         let Some(known) = position.ok().and_then(|index| self.list.get_mut(index)) else {
             if self.list.len() - self.tally.candidates >= MAX_MEMBERS {
                 return false;
             }
             let (hits, probe_port, weight, rank, reported) = (0, 0, Placement::UNIT, AGENTLESS, 0);
-            let member = Member { endpoint, seen: stamp, sampled, hits, probe_port, weight, rank, reported };
+            let seen = stamp;
+            let member = Member { endpoint, seen, sampled, since, hits, probe_port, weight, rank, reported };
             self.tally.add(&member);
             self.list.insert(position.unwrap_or_else(|place| place), member);
             return true;
@@ -341,14 +350,14 @@ impl Members {
         if !self.awaits_report(endpoint) {
             return false;
         }
-        let (samples, mean) = (self.samples, self.mean_hits() as u16);
+        let (samples, rounds) = (self.samples, self.rounds);
         let position = self.position(endpoint);
         if let Some(member) = position.ok().and_then(|index| self.list.get_mut(index)) {
             self.tally.remove(member);
             member.reported = 1;
             if member.rank == AGENTLESS {
                 (member.seen, member.sampled) = (now.stamp(), samples);
-                (member.rank, member.hits) = (IN_USE, mean);
+                (member.rank, member.hits, member.since) = (IN_USE, 0, rounds);
             }
             self.tally.add(member);
         }
@@ -358,13 +367,14 @@ impl Members {
     /// Records one sample: Envoy's policy chose `endpoint` for a probe without an address, and Envoy vouches for it.
     pub fn sample_met(&mut self, endpoint: Endpoint, probe: Option<Endpoint>, now: Micros) {
         self.samples = self.samples.wrapping_add(1);
+        self.rounds = self.rounds.wrapping_add(ROUND / self.tally.in_use.max(1));
+        let was_in_use = self.get(endpoint).is_some_and(|member| member.rank == IN_USE);
         self.observe(endpoint, probe, Evidence::Placed, now);
-        let mean = self.mean_hits();
-        if let Some(member) = self.get_mut(endpoint) {
-            let hits = member.hits.saturating_add(1);
-            let more = hits - member.hits;
-            (member.hits, member.weight) = (hits, weight(hits, mean));
-            self.tally.hits += u32::from(more);
+        let rounds = self.rounds;
+        // The sample that brings a replica into use says nothing about its weight.
+        if was_in_use && let Some(member) = self.get_mut(endpoint) {
+            member.hits = member.hits.saturating_add(1);
+            member.weight = weight(member.hits, member.rounds(rounds));
         }
         if self.samples.is_multiple_of((self.tally.in_use / LOOKS_PER_ROUND).max(1)) {
             self.look_for_the_unmet();
@@ -372,16 +382,38 @@ impl Members {
     }
 
     fn look_for_the_unmet(&mut self) {
-        let (samples, in_use, mean) = (self.samples, self.tally.in_use, self.mean_hits());
+        let (samples, in_use, now) = (self.samples, self.tally.in_use, self.rounds);
         for member in self.list.iter_mut().filter(|member| member.rank == IN_USE) {
             if !member.placement().is_in_use(samples, in_use) {
                 member.rank = OUT_OF_USE;
             }
-            if mean > MAX_MEAN_HITS {
+            if member.rounds(now) > MOST_ROUNDS {
                 member.hits /= 2;
+                member.since = now.wrapping_sub(now.wrapping_sub(member.since) / 2);
             }
         }
         self.tally = Tally::of(&self.list);
+        if self.tally.in_use < in_use {
+            self.forget_rounds_of_the_unmet();
+        }
+    }
+
+    /// Scales the rounds of the members in use so that their weights are 1 on average. While replicas that are out of use
+    /// still counted as in use, samples of the others took fewer rounds.
+    fn forget_rounds_of_the_unmet(&mut self) {
+        let now = self.rounds;
+        let since = |member: &Member| f64::from(now.wrapping_sub(member.since));
+        let (mut hits, mut elapsed) = (0.0, 0.0);
+        for member in self.list.iter().filter(|member| member.rank == IN_USE) {
+            hits += f64::from(member.hits) * f64::from(ROUND);
+            elapsed += since(member);
+        }
+        if hits == 0.0 || elapsed == 0.0 {
+            return;
+        }
+        for member in self.list.iter_mut().filter(|member| member.rank == IN_USE) {
+            member.since = now.wrapping_sub((since(member) * hits / elapsed) as u32);
+        }
     }
 
     /// Makes a replica that served a request a member, and keeps its known probe port. Returns whether the blob must be
@@ -414,6 +446,7 @@ impl Members {
             endpoint,
             seen: stamp,
             sampled: old.samples,
+            since: old.rounds,
             hits: 0,
             probe_port: known(endpoint).map_or(0, |member| member.probe_port),
             weight: weight.max(1),
@@ -421,7 +454,7 @@ impl Members {
             reported: known(endpoint).map_or(0, |member| member.reported),
         };
         self.list = fleet.iter().take(MAX_MEMBERS).map(member).collect();
-        self.samples = old.samples;
+        (self.samples, self.rounds) = (old.samples, old.rounds);
         self.tally = Tally::of(&self.list);
         Some(old)
     }
@@ -543,10 +576,6 @@ impl Members {
     pub fn endpoints_in_use(&self) -> impl Iterator<Item = Endpoint> + '_ {
         self.list.iter().filter(|member| member.rank == IN_USE).map(|member| member.endpoint)
     }
-
-    fn mean_hits(&self) -> u32 {
-        self.tally.hits / self.tally.in_use.max(1)
-    }
 }
 
 impl Tally {
@@ -560,11 +589,7 @@ impl Tally {
         self.awaiting += u32::from(member.rank != CANDIDATE && member.reported == 0);
         match member.rank {
             CANDIDATE => self.candidates += 1,
-            IN_USE => {
-                self.in_use += 1;
-                // This cannot overflow: the sum has at most `MAX_MEMBERS` counts of 16 bits.
-                self.hits += u32::from(member.hits);
-            }
+            IN_USE => self.in_use += 1,
             AGENTLESS => self.agentless += 1,
             _ => {}
         }
@@ -574,25 +599,22 @@ impl Tally {
         self.awaiting -= u32::from(member.rank != CANDIDATE && member.reported == 0);
         match member.rank {
             CANDIDATE => self.candidates -= 1,
-            IN_USE => {
-                self.in_use -= 1;
-                self.hits -= u32::from(member.hits);
-            }
+            IN_USE => self.in_use -= 1,
             AGENTLESS => self.agentless -= 1,
             _ => {}
         }
     }
 }
 
-/// Weight of a replica that `hits` samples met, where the mean is `mean`. A difference of up to two standard deviations
-/// of a random policy counts as chance, and gives the average weight. A round-robin policy varies far less.
-fn weight(hits: u16, mean: u32) -> u16 {
+/// Weight of a replica that `hits` samples met in so many rounds. A difference of up to two standard deviations of a
+/// random policy counts as chance, and gives the average weight. A round-robin policy varies far less.
+fn weight(hits: u16, rounds: u32) -> u16 {
     let hits = u32::from(hits);
-    let deviation = hits.abs_diff(mean);
-    if mean < LEAST_MEAN_HITS || deviation * deviation <= 4 * mean {
+    let deviation = hits.abs_diff(rounds);
+    if rounds < LEAST_ROUNDS || deviation.saturating_mul(deviation) <= 4 * rounds {
         return Placement::UNIT;
     }
-    (hits * u32::from(Placement::UNIT) / mean).clamp(1, 4096) as u16
+    (hits * u32::from(Placement::UNIT) / rounds).clamp(1, 4096) as u16
 }
 
 impl Member {
@@ -613,6 +635,11 @@ impl Member {
         Placement { sampled: self.sampled, weight: self.weight }
     }
 
+    /// Number of rounds since it came into use, halved as often as its hits.
+    fn rounds(&self, now: u32) -> u32 {
+        now.wrapping_sub(self.since) / ROUND
+    }
+
     fn target(&self) -> Target {
         let probe = match self.probe_port {
             0 => self.endpoint,
@@ -623,7 +650,7 @@ impl Member {
 }
 
 impl Blob for Members {
-    const TAG: Tag = Tag::of_release(0x6d65_6d62, 4); // "memb"
+    const TAG: Tag = Tag::of_release(0x6d65_6d62, 5); // "memb"
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
         let (header, records) = bytes
@@ -649,7 +676,7 @@ impl Blob for Members {
             return Err(BlobError::Content);
         }
         let tally = Tally::of(&list);
-        Ok(Self { list, samples: header.samples, tally })
+        Ok(Self { list, samples: header.samples, rounds: header.rounds, tally })
     }
 
     fn encode(&self) -> Cow<'_, [u8]> {
@@ -658,6 +685,7 @@ impl Blob for Members {
             record: size_of::<Member>() as u16,
             count: self.list.len() as u32,
             samples: self.samples,
+            rounds: self.rounds,
         };
         let mut bytes = bytemuck::bytes_of(&header).to_vec();
         bytes.extend_from_slice(bytemuck::cast_slice(&self.list));
@@ -930,6 +958,30 @@ mod tests {
                 }
                 assert_eq!(members.count(), 4);
             }
+        }
+    }
+
+    #[test]
+    fn a_canary_shows_its_weight_by_its_third_turn() {
+        // Round robin with weights comes to the canary last.
+        let mut members = Members::default();
+        sampled(&mut members, 3 * 91, |i| if i % 91 == 90 { 9 } else { (i % 91 % 9) as u16 });
+        let weights: Vec<u16> = (0..10).map(|n| members.placement(replica(n)).weight).collect();
+        assert!(weights[9] <= 2, "a tenth of 16: {weights:?}");
+        assert!(weights[..9].iter().all(|weight| (16..=18).contains(weight)), "{weights:?}");
+    }
+
+    #[test]
+    fn a_fail_over_leaves_no_weights() {
+        let mut members = Members::default();
+        sampled(&mut members, 80, |i| (i % 4) as u16);
+        sampled(&mut members, 90, |i| 4 + (i % 4) as u16);
+        assert_eq!(members.count(), 4, "the others are in use, the first four no longer are");
+        for round in 0..30 {
+            // A ninth joins them.
+            sampled(&mut members, 5, |i| 4 + i as u16);
+            let weights: Vec<u16> = (4..9).map(|n| members.placement(replica(n)).weight).collect();
+            assert_eq!(weights, [Placement::UNIT; 5], "round {round}");
         }
     }
 
