@@ -75,6 +75,9 @@ const CONGESTED: u32 = 3;
 const TURN: u32 = 5;
 /// Where latencies vary, a busy replica was just chosen if that is less than this part of a round ago.
 const JUST_CHOSEN: u32 = 4;
+/// Where weights differ, a replica with this RIF, relative to its weight, waits twice as long for its turn as an idle one.
+/// Envoy's `least_request` has 1. With so little, weights of 3 to 1 give shares of 2 to 1 while two requests are in flight.
+const WEIGHTED_TURN: f32 = 4.0;
 /// Upper bound of a credit: more than the slowest replica at the highest RIF could cost.
 const MOST_CREDIT: f32 = 1e30;
 
@@ -341,9 +344,9 @@ impl Trials {
 /// long request. Only those that were just chosen ([`JUST_CHOSEN`]) come last, as their reports may not count that
 /// request yet.
 ///
-/// Where weights differ, the longest wait relative to the weight decides, divided by the RIF relative to the weight plus
-/// one. So replicas whose RIF is in proportion to their weights share by weight, as in Envoy's `least_request`. The age
-/// of reports does not count.
+/// Where weights differ, the longest wait relative to the weight decides. It counts less the higher the RIF is relative to
+/// the weight ([`WEIGHTED_TURN`]). So replicas whose RIF is in proportion to their weights share by weight. The age of
+/// reports does not count.
 ///
 /// The parts are packed into one number, because every pick compares the ranks of all entries. From the highest bit
 /// down: one bit for the first, 31 for the second, 32 for the others.
@@ -369,7 +372,7 @@ impl Order for Predicted {
             let waited = f32::from(self.picks.wrapping_sub(entry.chosen)) + 1.0 + rng.random::<f32>();
             let weight = f32::from(entry.weight.max(1));
             let relative_rif = f32::from(entry.rif) * f32::from(Placement::UNIT) / weight;
-            let turn = (relative_rif + 1.0) / (waited * weight);
+            let turn = (relative_rif + WEIGHTED_TURN) / (waited * weight);
             // Positive, so its bits sort in the same order.
             return u64::from(load) << 32 | u64::from(turn.to_bits());
         }
