@@ -1144,12 +1144,15 @@ fn where_weights_differ_an_uncertain_estimate_still_counts_as_typical() {
         let load = Load { capacity: (n != 3).then_some(capacity), ..Load::at_face_value(0, None) };
         (load, placement(0, if n % 2 == 0 { 1.5 } else { 0.5 }))
     });
-    assert!((1400..1600).contains(&picks[0]), "three eighths: {picks:?}");
+    assert!(
+        (1400..1600).contains(&picks[0]),
+        "the first replica gets its share by weight, three eighths: {picks:?}"
+    );
 }
 
 #[test]
 fn where_weights_differ_a_canary_does_not_change_the_knees_of_the_others() {
-    // A knee of 4 is 40 relative to the canary's weight. The others are slower the more of them wait.
+    // Replica 0 is the canary. All replicas have the same knee, which is ten times as high relative to its weight.
     let busy = |rif: u32| {
         shares::<4>(&mut Scene::new(plain()), 1000, |n| {
             let (rif, weight) = if n == 0 { (2, 0.1) } else { (rif, 1.3) };
@@ -1158,8 +1161,34 @@ fn where_weights_differ_a_canary_does_not_change_the_knees_of_the_others() {
         })
     };
     let (few, many) = (busy(2), busy(8));
-    assert!(few[0] <= 40, "a fortieth while nobody waits: {few:?}");
-    assert_eq!(many[0], 1000, "all others are saturated");
+    assert!(few[0] <= 40, "while no request waits, the canary gets about one request in 40: {few:?}");
+    assert_eq!(many[0], 1000, "the canary gets every request while all other replicas are saturated");
+}
+
+#[test]
+fn where_weights_differ_an_open_knee_doubles_up_to_what_is_usual_for_the_weight() {
+    // The first two have three times the weight of the others. They may have six requests at a time, the others two.
+    let mut scene = Scene::new(plain());
+    // A client that has just learned most of the fleet would compare the replicas with the typical one.
+    scene.pool.settled = scene.pool.members;
+    let picks = shares::<4>(&mut scene, 1000, |n| {
+        let (knee, rif, weight) = if n < 2 { (4, 5, 1.5) } else { (2, 2, 0.5) };
+        let capacity = Some(Capacity { open: true, ..Capacity::new(20_000, knee) });
+        (Load { capacity, ..Load::at_face_value(rif, None) }, placement(0, weight))
+    });
+    assert_eq!(picks[2..], [0, 0], "{picks:?}");
+}
+
+#[test]
+fn where_weights_differ_requests_in_flight_delay_a_replicas_turn() {
+    // All are below their knee. The first has four requests in flight for an average weight, the others none.
+    let picks = shares::<3>(&mut Scene::new(plain()), 9000, |n| {
+        let (rif, weight) = [(6, 1.5), (0, 1.5), (0, 0.5)][usize::from(n)];
+        let capacity = Some(Capacity::new(20_000, 16));
+        (Load { capacity, ..Load::at_face_value(rif, None) }, placement(0, weight))
+    });
+    let ratio = picks[1] as f64 / picks[0] as f64;
+    assert!((1.8..=2.2).contains(&ratio), "{ratio:.2}, not 2: {picks:?}");
 }
 
 #[test]
