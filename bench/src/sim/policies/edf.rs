@@ -1,6 +1,8 @@
 //! Envoy's `round_robin` and `least_request` where endpoints differ in weight: the replica with the earliest deadline is
 //! next, and its deadline then moves by 1 / weight (*earliest deadline first*). For `least_request`, the weight is divided
 //! by the number of the client's own queries in flight to the replica plus one. Envoy ignores `selection_method` then.
+//!
+//! Left out: other values of `active_request_bias`, slow start, priorities and localities.
 
 use prequal_core::client::policies::local_rif::LocalRif;
 use prequal_core::client::policies::{Done, Policy};
@@ -8,7 +10,7 @@ use prequal_core::shared::time::Micros;
 use rand::rngs::SmallRng;
 use rand::{Rng as _, RngCore};
 
-use super::SimPolicy;
+use super::{SimPolicy, earliest};
 
 /// The policy for one client's queries.
 #[derive(Clone, Debug)]
@@ -32,8 +34,7 @@ impl Edf {
 
 impl Policy for Edf {
     fn pick(&mut self, _now: Micros, _rng: &mut dyn RngCore) -> usize {
-        let earliest = self.deadlines.iter().enumerate().min_by(|a, b| a.1.total_cmp(b.1));
-        let chosen = earliest.map_or(0, |(replica, _)| replica);
+        let chosen = earliest(&self.deadlines);
         let load = if self.by_load { f64::from(self.rif.of(chosen)) } else { 0.0 };
         self.deadlines[chosen] += (load + 1.0) / self.weights[chosen];
         self.rif.start(chosen);

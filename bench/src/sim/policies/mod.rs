@@ -46,6 +46,12 @@ pub(crate) struct Utilisation {
     pub(crate) cpu: f64,
 }
 
+/// The replica whose deadline is earliest.
+fn earliest(deadlines: &[f64]) -> usize {
+    let first = deadlines.iter().enumerate().min_by(|a, b| a.1.total_cmp(b.1));
+    first.map_or(0, |(replica, _)| replica)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -6,7 +6,7 @@ use prequal_core::client::policies::Policy;
 use prequal_core::shared::time::Micros;
 use rand::RngCore;
 
-use super::{SimPolicy, Utilisation};
+use super::{SimPolicy, Utilisation, earliest};
 
 /// Round robin with weights from reported utilisation, in the order of earliest virtual deadlines, as in Envoy and
 /// gRPC.
@@ -37,8 +37,7 @@ impl WeightedRoundRobin {
 
 impl Policy for WeightedRoundRobin {
     fn pick(&mut self, _now: Micros, _rng: &mut dyn RngCore) -> usize {
-        let earliest = self.deadlines.iter().enumerate().min_by(|a, b| a.1.total_cmp(b.1));
-        let chosen = earliest.map_or(0, |(replica, _)| replica);
+        let chosen = earliest(&self.deadlines);
         let step = 1.0 / self.weight(chosen);
         if let Some(deadline) = self.deadlines.get_mut(chosen) {
             *deadline += step;
