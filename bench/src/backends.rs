@@ -97,7 +97,7 @@ pub(crate) struct ReplicaSpec {
     pub(crate) service: Service,
     /// `None`: no limit.
     pub(crate) slots: Option<Slots>,
-    /// Its weight in Envoy's configuration, 1 to 128. Other load balancers do not get it.
+    /// Weight of the endpoint in Envoy's configuration, 1 to 128. Load balancers other than Envoy ignore it.
     pub(crate) weight: u32,
 }
 

@@ -1,4 +1,5 @@
-//! Fleets drawn at random whose endpoints have weights in Envoy's configuration.
+//! Fleets drawn at random whose endpoints have weights in Envoy's configuration: which weights each has, and how much
+//! load. Left out: weights of localities, and weights that change.
 
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};

@@ -394,25 +394,25 @@ impl Members {
         }
         self.tally = Tally::of(&self.list);
         if self.tally.in_use < in_use {
-            self.forget_rounds_of_the_unmet();
+            self.scale_rounds();
         }
     }
 
-    /// Scales the rounds of the members in use so that their weights are 1 on average. While replicas that are out of use
-    /// still counted as in use, samples of the others took fewer rounds.
-    fn forget_rounds_of_the_unmet(&mut self) {
+    /// Scales the rounds of the members in use so that their hits per round are 1 on average. Replicas that have just gone
+    /// out of use made the rounds of the others too long, so the others had more than one hit per round.
+    fn scale_rounds(&mut self) {
         let now = self.rounds;
-        let since = |member: &Member| f64::from(now.wrapping_sub(member.since));
-        let (mut hits, mut elapsed) = (0.0, 0.0);
+        let elapsed = |member: &Member| f64::from(now.wrapping_sub(member.since));
+        let (mut hits, mut rounds) = (0.0, 0.0);
         for member in self.list.iter().filter(|member| member.rank == IN_USE) {
             hits += f64::from(member.hits) * f64::from(ROUND);
-            elapsed += since(member);
+            rounds += elapsed(member);
         }
-        if hits == 0.0 || elapsed == 0.0 {
+        if hits == 0.0 || rounds == 0.0 {
             return;
         }
         for member in self.list.iter_mut().filter(|member| member.rank == IN_USE) {
-            member.since = now.wrapping_sub((since(member) * hits / elapsed) as u32);
+            member.since = now.wrapping_sub((elapsed(member) * hits / rounds) as u32);
         }
     }
 

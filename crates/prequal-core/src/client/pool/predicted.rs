@@ -75,8 +75,9 @@ const CONGESTED: u32 = 3;
 const TURN: u32 = 5;
 /// Where latencies vary, a busy replica was just chosen if that is less than this part of a round ago.
 const JUST_CHOSEN: u32 = 4;
-/// Where weights differ, a replica with this RIF, relative to its weight, waits twice as long for its turn as an idle one.
-/// Envoy's `least_request` has 1. With so little, weights of 3 to 1 give shares of 2 to 1 while two requests are in flight.
+/// Where weights differ, a replica of average weight with this many requests in flight waits twice as long for its turn as
+/// an idle one. In Envoy's `least_request`, this number is 1. But with 1, weights of 3 to 1 result in shares of 2 to 1
+/// while two requests are in flight.
 const WEIGHTED_TURN: f32 = 4.0;
 /// Upper bound of a credit: more than the slowest replica at the highest RIF could cost.
 const MOST_CREDIT: f32 = 1e30;
@@ -368,7 +369,7 @@ impl Order for Predicted {
         let knee = u32::from(capacity.knee);
         let load = if requests < knee && !self.congested { 0 } else { entry.load_at_server() };
         if self.uneven {
-            // The random part makes up for turns being whole numbers. Without it, low weights would get too much.
+            // Without the random part, replicas of low weight would get too many requests, because turns are whole numbers.
             let waited = f32::from(self.picks.wrapping_sub(entry.chosen)) + 1.0 + rng.random::<f32>();
             let weight = f32::from(entry.weight.max(1));
             let relative_rif = f32::from(entry.rif) * f32::from(Placement::UNIT) / weight;
